@@ -1,0 +1,231 @@
+"""Every knob of the product: one dataclass a config group, a sentence and a unit a field.
+
+This file knows neither hydra nor torch, so that plans are checked in milliseconds. `conf/load.py` turns a Hydra
+config into a `Config`; nothing downstream of it sees a DictConfig. Derived numbers (data-parallel size, number of
+micro-batches, padded vocabulary) are not here: `parallel.plan.ParallelPlan` derives them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Optional
+
+
+class Family(str, Enum):
+    gpt2 = "gpt2"
+    llama = "llama"
+
+
+class Schedule(str, Enum):
+    one_f_one_b = "1f1b"
+    dualpipev = "dualpipev"
+
+
+class Recompute(str, Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class DType(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class LRSchedule(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class BadLine(str, Enum):
+    fail = "fail"
+    skip = "skip"
+
+
+class WandbMode(str, Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass
+class ModelConfig:
+    """What is computed. Sizes are whole-model sizes, before any split."""
+
+    name: str = "???"  # a label for logs and tables
+    family: Family = Family.llama  # gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU
+    vocab_size: int = 256  # number of real token ids; padding for the tensor axis is derived
+    hidden_size: int = 64  # width of the residual stream
+    num_layers: int = 4  # transformer blocks
+    num_attention_heads: int = 4  # query heads
+    num_key_value_heads: Optional[int] = None  # key/value heads; null: as many as query heads (MHA)
+    head_dim: Optional[int] = None  # size of one head; null: hidden_size / num_attention_heads
+    ffn_hidden_size: Optional[int] = None  # width of the feed-forward; null: 4 x hidden_size
+    max_position_embeddings: int = 1024  # longest sequence the model is built for, in tokens
+    tie_word_embeddings: bool = False  # the output head shares the word embedding's weight
+    norm_epsilon: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scaling: Optional[dict[str, Any]] = None  # transformers' rope_scaling: {rope_type: linear|llama3, factor: ...}
+    hidden_dropout: float = 0.0  # dropout on embeddings and on each residual branch
+    attention_dropout: float = 0.0  # dropout on attention probabilities
+    init_std: float = 0.02  # standard deviation of initial weights; residual outputs use it / sqrt(2 num_layers)
+    make_vocab_size_divisible_by: int = 128  # the padded vocabulary is a multiple of this times tp
+
+
+@dataclass
+class ParallelConfig:
+    """How it is split. The data-parallel size is what these degrees leave of the world size."""
+
+    name: str = "custom"  # profile name, for logs
+    version: int = 1  # profile version, for logs
+    tp: int = 1  # tensor-parallel degree: ranks that share every matrix
+    pp: int = 1  # pipeline-parallel degree: stages
+    sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
+    schedule: Schedule = Schedule.one_f_one_b  # order of micro-batches: 1f1b or dualpipev
+    stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
+    recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
+    recompute_interval: int = 1  # full: one saved input per this many blocks
+
+
+@dataclass
+class ZeroConfig:
+    """Which states are spread over the data axis (arXiv:1910.02054)."""
+
+    stage: int = 1  # 0 none, 1 optimizer states, 2 and gradients, 3 and weights
+    offload_optimizer: bool = False  # keep optimizer states in host memory
+    bucket_size: int = 50_000_000  # elements per reduce and gather bucket
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats."""
+
+    dtype: DType = DType.fp32  # of weights and activations in forward and backward; master weights are fp32
+    grad_accum_dtype: DType = DType.fp32  # of accumulated gradients
+    initial_loss_scale_power: int = 16  # fp16: first loss scale is 2 to this power
+    loss_scale_window: int = 1000  # fp16: good steps before the scale doubles
+    min_loss_scale: float = 1.0  # fp16: the run stops with a message when overflow persists at this scale
+    cpu_shm_comm: bool = False  # CPU: let DeepSpeed compile its shared-memory all-reduce (minutes, once)
+
+
+@dataclass
+class CorpusSource:
+    """One corpus of a blend."""
+
+    path: str = "???"  # "stdlib", a file, a folder, a glob, or hf:NAME[/CONFIG]
+    weight: float = 1.0  # share of samples drawn from it, before normalisation
+    split: str = "train"  # split of a Hugging Face dataset
+    text_column: str = "text"  # column that holds the text
+    streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
+
+
+@dataclass
+class DataConfig:
+    """Text to tokens to batches."""
+
+    sources: list[CorpusSource] = field(default_factory=lambda: [CorpusSource(path="stdlib")])  # blend of corpora
+    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder, a tokenizer.json or a hub name
+    bpe_vocab_size: int = 4096  # "bpe": number of token ids to train
+    sequence_length: int = 256  # tokens per sample
+    validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of each document
+    mask_documents: bool = True  # attention and positions restart at each document inside a sample
+    bad_lines: BadLine = BadLine.fail  # broken rows: fail with file and row, or skip and count
+    cache_dir: str = "runs/corpus"  # where tokenised corpora are kept, relative to the calling folder
+    num_workers: int = 0  # tokenising processes; 0: one a core
+    wait_timeout_s: float = 1800.0  # how long ranks wait for the one that prepares, in seconds
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (arXiv:1711.05101)."""
+
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    epsilon: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled weight decay
+    decay_norms_and_biases: bool = False  # whether one-dimensional parameters decay too
+    clip_grad: float = 1.0  # largest global gradient norm; 0: no clipping
+
+
+@dataclass
+class TrainConfig:
+    """How long and how fast."""
+
+    micro_batch_size: int = 1  # samples a rank computes at once
+    global_batch_size: int = 8  # samples per optimizer step over all ranks
+    batch_ramp_up: Optional[list[int]] = None  # [first batch size, increment, samples]: Megatron's rampup_batch_size
+    train_iters: int = 100  # optimizer steps
+    lr: float = 3e-4  # peak learning rate
+    min_lr_ratio: float = 0.1  # last learning rate over the peak
+    lr_schedule: LRSchedule = LRSchedule.cosine  # shape after warm-up
+    lr_unit: str = "steps"  # what warm-up, decay and stable lengths count: steps or tokens
+    lr_warmup: int = 0  # length of linear warm-up, in lr_unit
+    lr_decay: Optional[int] = None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: the run's end
+    eval_interval: int = 50  # steps between evaluations; 0: never
+    eval_samples: int = 64  # validation samples per evaluation (fewer where the split is shorter)
+    max_bad_steps: int = 3  # non-finite steps in a row before the run stops
+    deterministic: bool = True  # ask torch for deterministic kernels where they exist
+    sample_tokens: int = 0  # length of a text sample printed at the end, in tokens; 0: none
+    sample_prompt: str = "def "  # what that sample continues
+
+
+@dataclass
+class ClusterConfig:
+    """What the ranks run on."""
+
+    name: str = "local"  # a label for logs
+    nodes: int = 1  # machines
+    devices_per_node: Optional[int] = None  # accelerators per machine; null: as found
+    memory_per_device: Optional[float] = None  # bytes; null: as found
+    peak_flops: Optional[float] = None  # data-sheet FLOP/s of one device in the run's dtype; null: by device name
+    timeout_s: float = 1800.0  # longest wait in a collective before the run ends, in seconds
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases, written by rank 0 only."""
+
+    mode: WandbMode = WandbMode.offline  # offline, online or disabled
+    project: str = "transformer-training"  # project name
+    entity: Optional[str] = None  # team or user; null: the account's default
+    group: Optional[str] = None  # runs compared together; null: the experiment's name
+    name: Optional[str] = None  # run name; null: experiment and plan
+    tags: list[str] = field(default_factory=list)  # labels (up to 64 characters each)
+    init_timeout_s: float = 30.0  # longest wait for the service, in seconds
+
+
+@dataclass
+class TelemetryConfig:
+    """What is seen."""
+
+    log_interval: int = 1  # steps between console lines (metrics.jsonl has every step)
+    plot: bool = True  # write the loss curve as PNG at the end
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class RunConfig:
+    """Where files go."""
+
+    experiment: str = "default"  # runs are kept under dir/experiment/id
+    dir: str = "runs"  # relative to the folder of the call
+    id: Optional[str] = None  # null: decided once by rank 0 from the clock
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 1234  # of initial weights, data order and dropout
