@@ -1,0 +1,147 @@
+"""Causal self-attention with heads split over the tensor axis, and what the attention layers of a stage share.
+
+Multi-head, grouped-query (arXiv:2305.13245) and multi-query attention through torch's scaled_dot_product_attention
+(flash kernels where they exist). Packed documents are masked apart. What depends on positions only (mask, cosines and
+sines) is an `AttentionContext`: made once for a micro-batch on a stage, not in each block.
+
+Shapes: B micro-batch, S sequence, H hidden, N query heads, K key-value heads, D head size; per rank N/T and
+max(1, K/T) heads.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.schema import ModelConfig
+from model.rotary import Rotary, rotate_and_split
+from model.shape import model_shape
+from model.tensor_parallel.linear import RowParallelLinear
+from model.tensor_parallel.qkv import QKVParallelLinear
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import AxisGroup
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """`mask` [B, 1, S, S], added to the scores (None: causal); `cos`, `sin` for Rotary (None: learned positions)."""
+
+    mask: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def attention_context(
+    length: int, positions_BS: Tensor | None, *, rotary: Rotary | None, device: torch.device, dtype: torch.dtype
+) -> AttentionContext:
+    """The context of one micro-batch. `positions_BS` restart at 0 with each document; None: one document, from 0."""
+    mask = None if positions_BS is None else document_mask(positions_BS, dtype=dtype)
+    if rotary is None:
+        return AttentionContext(mask, None, None)
+    cos, sin = rotary(length, None if mask is None else positions_BS, device=device, dtype=dtype)
+    return AttentionContext(mask, cos, sin)
+
+
+def document_mask(positions_BS: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+    """[B, 1, S, S] of 0 where query i sees key j (j <= i, same document) and -inf elsewhere.
+
+    None where no document starts inside a sample, so that the causal kernel serves; looked for on the CPU only, since
+    on an accelerator the answer would make the host wait.
+    """
+    starts_BS = positions_BS == 0
+    starts_BS[:, 0] = True  # a sample may begin inside a document
+    if positions_BS.device.type == "cpu" and int(starts_BS.sum()) == starts_BS.shape[0] and _from_zero(positions_BS):
+        return None
+    document_BS = starts_BS.cumsum(1)
+    length = positions_BS.shape[1]
+    causal_SS = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril_()
+    seen_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).logical_and_(causal_SS)
+    mask_BSS = torch.zeros(seen_BSS.shape, dtype=dtype, device=positions_BS.device)
+    return mask_BSS.masked_fill_(seen_BSS.logical_not_(), -torch.inf).unsqueeze(1)
+
+
+def _from_zero(positions_BS: Tensor) -> bool:
+    return not bool(positions_BS[:, 0].any())
+
+
+class Attention(nn.Module):
+    """Split: heads. Communication: that of a column-parallel QKV and a row-parallel output projection.
+
+    hidden [B, S, H] (sequence parallel: [B, S/T, H]) -> [B, S, H].  softmax(q k^T / sqrt(D) + mask) v, then W_out.
+    `recompute_core`: selective recomputation (arXiv:2205.05198 section 5): what lies between the two matrix products is
+    not kept but computed again in backward.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        name: str,
+        tensor: AxisGroup,
+        streams: RandomStreams,
+        sequence_parallel: bool,
+        recompute_core: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        shape = model_shape(model)
+        self.streams, self.recompute_core = streams, recompute_core
+        self.head_dim, self.dropout = shape.head_dim, model.attention_dropout
+        self.query_heads = model.num_attention_heads // tensor.size
+        self.key_value_heads = max(1, shape.num_key_value_heads // tensor.size)
+        self.qkv = QKVParallelLinear(
+            model.hidden_size,
+            query_heads=model.num_attention_heads,
+            key_value_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            name=name,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+            bias=shape.has_bias,
+            seed=seed,
+            std=model.init_std,
+        )
+        self.out = RowParallelLinear(
+            model.num_attention_heads * shape.head_dim,
+            model.hidden_size,
+            name=f"{name}.out",
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+            bias=shape.has_bias,
+            seed=seed,
+            std=shape.residual_std,
+        )
+
+    def forward(self, hidden_BSH: Tensor, context: AttentionContext) -> Tensor:
+        qkv = self.qkv(hidden_BSH)
+        core = partial(self.streams.checkpoint, self._core) if self.recompute_core else self._core
+        with self.streams.sharded() if self.dropout and self.training else nullcontext():
+            out = core(qkv, context)
+        return self.out(out)
+
+    def _core(self, qkv: Tensor, context: AttentionContext) -> Tensor:
+        """[B, S, (N + 2 K)/T * D] -> [B, S, N/T * D]."""
+        batch, length, _ = qkv.shape
+        heads = self.query_heads, self.key_value_heads
+        qkv_BSND = qkv.view(batch, length, heads[0] + 2 * heads[1], self.head_dim)
+        if context.cos is not None and context.sin is not None:
+            q, k, v = rotate_and_split(
+                qkv_BSND, context.cos, context.sin, query_heads=heads[0], key_value_heads=heads[1]
+            )
+        else:
+            q, k, v = qkv_BSND.split([heads[0], heads[1], heads[1]], dim=2)
+        out_BNSD = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=context.mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=context.mask is None,
+            enable_gqa=heads[0] != heads[1],
+        )
+        return out_BNSD.transpose(1, 2).reshape(batch, length, -1)

@@ -1,0 +1,108 @@
+"""One pre-norm decoder block: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
+
+The families GPT-2 (LayerNorm, GELU, biases) and Llama (RMSNorm, rotary positions, SwiGLU) are this one block with other
+parts. Two all-reduces forward and two backward over the tensor axis, or as many reduce-scatters and all-gathers.
+
+Shapes: B micro-batch, S sequence, H hidden, T tensor ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from conf.schema import Family, ModelConfig
+from model.attention import Attention, AttentionContext, attention_context
+from model.mlp import MLP
+from model.norm import LayerNorm, RMSNorm
+from model.rotary import Rotary
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import AxisGroup
+
+
+class Block(nn.Module):
+    """hidden [B, S, H] (sequence parallel: [B, S/T, H]) -> same shape; or (hidden, positions [B, S]) -> the same pair.
+
+    Blocks of one stage share what depends on positions only: `model.layers.run_layers` makes the context with the first
+    block and hands it to all. A block called without one makes its own.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        name: str,
+        tensor: AxisGroup,
+        streams: RandomStreams,
+        rotary: Rotary | None,
+        sequence_parallel: bool,
+        recompute_core: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.tensor, self.streams, self.rotary = tensor, streams, rotary
+        self.sequence_parallel = sequence_parallel and tensor.size > 1
+        self.dropout = model.hidden_dropout
+        self.attention_norm = build_norm(
+            model, name=f"{name}.attention_norm", tensor=tensor, sequence_parallel=sequence_parallel
+        )
+        self.attention = Attention(
+            model,
+            name=f"{name}.attention",
+            tensor=tensor,
+            streams=streams,
+            sequence_parallel=sequence_parallel,
+            recompute_core=recompute_core,
+            seed=seed,
+        )
+        self.mlp_norm = build_norm(model, name=f"{name}.mlp_norm", tensor=tensor, sequence_parallel=sequence_parallel)
+        self.mlp = MLP(model, name=f"{name}.mlp", tensor=tensor, sequence_parallel=sequence_parallel, seed=seed)
+
+    def forward(self, x: Any, context: AttentionContext | None = None) -> Any:
+        hidden_BSH, positions_BS = x if isinstance(x, tuple) else (x, None)
+        if context is None:
+            context = self.context(hidden_BSH, positions_BS)
+        hidden_BSH = self._add(hidden_BSH, self.attention(self.attention_norm(hidden_BSH), context))
+        hidden_BSH = self._add(hidden_BSH, self.mlp(self.mlp_norm(hidden_BSH)))
+        return (hidden_BSH, positions_BS) if isinstance(x, tuple) else hidden_BSH
+
+    def context(self, hidden_BSH: Tensor, positions_BS: Tensor | None) -> AttentionContext:
+        """What this block, and any other block of the model, needs to know of the micro-batch's positions."""
+        length = hidden_BSH.shape[1] * (self.tensor.size if self.sequence_parallel else 1)
+        return attention_context(
+            length, positions_BS, rotary=self.rotary, device=hidden_BSH.device, dtype=hidden_BSH.dtype
+        )
+
+    def _add(self, hidden_BSH: Tensor, branch_BSH: Tensor) -> Tensor:
+        branch_BSH = hidden_dropout(
+            branch_BSH, self.dropout, training=self.training, streams=self.streams, sharded=self.sequence_parallel
+        )
+        return hidden_BSH + branch_BSH
+
+
+def build_norm(
+    model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool
+) -> LayerNorm | RMSNorm:
+    """The family's norm."""
+    kind = LayerNorm if model.family == Family.gpt2 else RMSNorm
+    return kind(
+        model.hidden_size,
+        epsilon=model.norm_epsilon,
+        name=name,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def hidden_dropout(
+    x: Tensor, probability: float, *, training: bool, streams: RandomStreams, sharded: bool
+) -> Tensor:
+    """Dropout with one mask on all tensor ranks, or, where x is a share of the sequence, with each rank's own."""
+    if not probability or not training:
+        return x
+    if sharded:
+        with streams.sharded():
+            return F.dropout(x, probability)
+    return F.dropout(x, probability)

@@ -1,0 +1,186 @@
+"""The two halves of a Megatron block's matrix products: ColumnParallelLinear and RowParallelLinear.
+
+Source: arXiv:1909.08053 section 3 (tensor parallelism) and arXiv:2205.05198 section 4.2 (sequence parallelism). The
+collectives live inside one autograd function with the matrix product, so that backward overlaps communication with the
+weight-gradient product. On a tensor axis of size 1 both are torch's own linear.
+
+Shapes: B micro-batch, S sequence, I inputs, O outputs, T tensor ranks. x is [B, S, I] whole; under sequence parallelism
+replicated activations are [B, S/T, .] instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.tensor_parallel import collectives
+from model.tensor_parallel.init import constant_parameter, normal_parameter
+from model.tensor_parallel.parameter import describe
+from parallel.groups import AxisGroup
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """[B, S, O], [B, S, I] -> [O, I]."""
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+def _bias_gradient(grad: Tensor) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    """y = f(x) W^T + b with f copy_to, or gather_from_sequence under sequence parallelism."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, tensor: AxisGroup, sequence_parallel: bool):  # type: ignore[override]
+        ctx.save_for_backward(x, weight)  # under sequence parallelism only the shard is kept, and gathered again
+        ctx.tensor, ctx.sequence_parallel, ctx.has_bias = tensor, sequence_parallel, bias is not None
+        whole = collectives.all_gather(x, tensor, dim=1) if sequence_parallel else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad = grad.contiguous()
+        grad_x = grad_weight = finish = None
+        gather = None
+        if ctx.sequence_parallel and needs_weight:
+            gather, _ = collectives.start_all_gather(x, ctx.tensor, dim=1)
+        if needs_x:
+            grad_x = grad.matmul(weight)
+            if ctx.sequence_parallel:
+                finish, _ = collectives.start_reduce_scatter(grad_x, ctx.tensor, dim=1)
+            else:
+                work = torch.distributed.all_reduce(grad_x, group=ctx.tensor.process_group, async_op=True)
+        if needs_weight:
+            grad_weight = _weight_gradient(grad, gather() if gather is not None else x)
+        grad_bias = _bias_gradient(grad) if ctx.has_bias else None
+        if finish is not None:
+            grad_x = finish()
+        elif needs_x:
+            work.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    """y = g(x W^T) + b with g reduce_from, or reduce_scatter_to_sequence under sequence parallelism.
+
+    Rank 0 adds the bias before the reduction; backward has the whole gradient on every rank (see `add_once`).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, tensor: AxisGroup, sequence_parallel: bool):  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        ctx.tensor, ctx.sequence_parallel, ctx.has_bias = tensor, sequence_parallel, bias is not None
+        partial = F.linear(x, weight, bias if tensor.rank == 0 else None)
+        if sequence_parallel:
+            return collectives.reduce_scatter(partial, tensor, dim=1)
+        return collectives.all_reduce(partial, tensor)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad = collectives.all_gather(grad, ctx.tensor, dim=1) if ctx.sequence_parallel else grad.contiguous()
+        grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        grad_bias = _bias_gradient(grad) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def column_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, tensor: AxisGroup, sequence_parallel: bool
+) -> Tensor:
+    """x [B, S, I] (or [B, S/T, I]), weight [O/T, I], bias [O/T] -> [B, S, O/T]."""
+    if tensor.size == 1:
+        return F.linear(x, weight, bias)
+    return _ColumnParallel.apply(x, weight, bias, tensor, sequence_parallel)
+
+
+def row_parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, tensor: AxisGroup, sequence_parallel: bool
+) -> Tensor:
+    """x [B, S, I/T], weight [O, I/T], bias [O] replicated -> [B, S, O] (or [B, S/T, O])."""
+    if tensor.size == 1:
+        return F.linear(x, weight, bias)
+    return _RowParallel.apply(x, weight, bias, tensor, sequence_parallel)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Split: the output features, W = [W_1; ...; W_T] by rows, each section by itself.
+
+    Per rank: weight [O/T, I], bias [O/T]; x [B, S, I] -> y [B, S, O/T]. Forward: no communication (sequence parallel:
+    all-gather of x [B, S/T, I]). Backward: all-reduce of the input gradient (sequence parallel: reduce-scatter, and x
+    is gathered again), overlapped with the weight-gradient product.  y_t = x W_t^T + b_t
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        tensor: AxisGroup,
+        sequence_parallel: bool,
+        bias: bool,
+        seed: int,
+        std: float,
+        sections: tuple[tuple[str, int], ...] = (),
+        real_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.tensor, self.sequence_parallel = tensor, sequence_parallel
+        info = describe(
+            f"{name}.weight",
+            (out_features, in_features),
+            tensor=tensor,
+            shard_dim=0,
+            sections=sections,
+            real_rows=real_rows,
+        )
+        self.weight = normal_parameter(info, tensor=tensor, seed=seed, std=std)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            info = describe(f"{name}.bias", (out_features,), tensor=tensor, shard_dim=0, sections=sections)
+            self.bias = constant_parameter(info, tensor=tensor, value=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return column_parallel_linear(
+            x, self.weight, self.bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel
+        )
+
+
+class RowParallelLinear(nn.Module):
+    """Split: the input features, W = [W_1 ... W_T] by columns.
+
+    Per rank: weight [O, I/T], bias [O] replicated; x [B, S, I/T] -> y [B, S, O]. Forward: all-reduce of y (sequence
+    parallel: reduce-scatter to [B, S/T, O]). Backward: none (sequence parallel: all-gather of the output gradient).
+    y = sum_t x_t W_t^T + b
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        tensor: AxisGroup,
+        sequence_parallel: bool,
+        bias: bool,
+        seed: int,
+        std: float,
+    ) -> None:
+        super().__init__()
+        self.tensor, self.sequence_parallel = tensor, sequence_parallel
+        info = describe(f"{name}.weight", (out_features, in_features), tensor=tensor, shard_dim=1)
+        self.weight = normal_parameter(info, tensor=tensor, seed=seed, std=std)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            info = describe(f"{name}.bias", (out_features,), tensor=tensor)
+            self.bias = constant_parameter(info, tensor=tensor, value=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return row_parallel_linear(
+            x, self.weight, self.bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel
+        )

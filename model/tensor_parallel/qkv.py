@@ -1,0 +1,105 @@
+"""QKVParallelLinear: query, key and value projections as one column-parallel matrix product, split by heads.
+
+Source: arXiv:1909.08053 section 3 (heads over the tensor axis), arXiv:2305.13245 (grouped key-value heads).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model.tensor_parallel import collectives
+from model.tensor_parallel.init import constant_parameter, normal_parameter
+from model.tensor_parallel.linear import column_parallel_linear
+from model.tensor_parallel.parameter import describe
+from parallel.groups import AxisGroup
+
+
+class QKVParallelLinear(nn.Module):
+    """Split: heads. Query, key and value rows of one rank are one matrix.
+
+    Per rank: x [B, S, H] -> [B, S, (q + 2 kv) D] with q = query heads / T and kv = max(1, key-value heads / T) heads of
+    size D, in the order query, key, value. Communication as ColumnParallelLinear.
+    With fewer key-value heads than tensor ranks, T / key-value heads neighbouring ranks hold equal copies of one head,
+    in a parameter of their own (each parameter is wholly sharded, or wholly copied), and the copies' gradients are
+    summed in backward.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        query_heads: int,
+        key_value_heads: int,
+        head_dim: int,
+        name: str,
+        tensor: AxisGroup,
+        sequence_parallel: bool,
+        bias: bool,
+        seed: int,
+        std: float,
+    ) -> None:
+        super().__init__()
+        if query_heads % tensor.size or max(key_value_heads, tensor.size) % min(key_value_heads, tensor.size):
+            raise ValueError(
+                f"parallel.tp={tensor.size} does not fit model.num_attention_heads={query_heads} with "
+                f"num_key_value_heads={key_value_heads}; it must divide the first, and be a divisor or multiple of the "
+                "second"
+            )
+        self.tensor, self.sequence_parallel = tensor, sequence_parallel
+        self.parts = min(key_value_heads, tensor.size)  # different key-value shards
+        copies = tensor.size // self.parts
+        query = (("query", query_heads * head_dim),)
+        key_value = (("key", key_value_heads * head_dim), ("value", key_value_heads * head_dim))
+
+        def make(
+            label: str, sections: tuple[tuple[str, int], ...], replicas: int
+        ) -> tuple[nn.Parameter, nn.Parameter | None]:
+            rows = sum(size for _, size in sections)
+            split: dict[str, Any] = dict(tensor=tensor, shard_dim=0, sections=sections, replicas=replicas)
+            weight = describe(f"{name}.{label}.weight", (rows, hidden_size), **split)
+            offset = describe(f"{name}.{label}.bias", (rows,), **split)
+            return (
+                normal_parameter(weight, tensor=tensor, seed=seed, std=std),
+                constant_parameter(offset, tensor=tensor, value=0.0) if bias else None,
+            )
+
+        # `weight` holds all three; or the queries only, and `kv_weight` this rank's copy of keys and values.
+        self.kv_weight: nn.Parameter | None = None
+        self.kv_bias: nn.Parameter | None = None
+        if copies == 1:
+            self.weight, self.bias = make("qkv", query + key_value, 1)
+        else:
+            self.weight, self.bias = make("q", query, 1)
+            self.kv_weight, self.kv_bias = make("kv", key_value, copies)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.kv_weight is not None:
+            weight = torch.cat([weight, _SumCopies.apply(self.tensor, self.parts, self.kv_weight)])
+        if bias is not None and self.kv_bias is not None:
+            bias = torch.cat([bias, _SumCopies.apply(self.tensor, self.parts, self.kv_bias)])
+        return column_parallel_linear(x, weight, bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
+
+
+class _SumCopies(torch.autograd.Function):
+    """Identity; backward sums the gradient over the neighbouring tensor ranks that hold the same part.
+
+    Each rank puts its gradient in its part's slot and the whole is all-reduced over the tensor axis, so no process
+    group is needed for each subset of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor: AxisGroup, parts: int, parameter: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.tensor, ctx.parts = tensor, parts
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        part = ctx.tensor.rank // (ctx.tensor.size // ctx.parts)
+        slots = grad.new_zeros((ctx.parts, *grad.shape))
+        slots[part] = grad
+        return None, None, collectives.all_reduce(slots, ctx.tensor)[part]
