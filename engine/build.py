@@ -1,0 +1,42 @@
+"""Config and plan -> the trainer that fits: the pipeline engine for ZeRO 0 and 1, the plain engine for ZeRO 2 and 3."""
+
+from __future__ import annotations
+
+from conf.schema import Config
+from engine.device import Device
+from engine.pipeline import PipelineTrainer
+from engine.step import Trainer
+from engine.zero import ZeroTrainer
+from model.layers import build_layer_specs
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import Groups
+from parallel.plan import ParallelPlan
+
+
+def build_trainer(
+    config: Config, plan: ParallelPlan, groups: Groups, *, streams: RandomStreams, device: Device, num_micro_batches: int
+) -> Trainer:
+    """Build this rank's part of the model and its engine. Called on all ranks alike."""
+    specs = build_layer_specs(
+        config.model,
+        tensor=groups.tensor,
+        streams=streams,
+        padded_vocab_size=plan.padded_vocab_size,
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute,
+        mask_documents=config.data.mask_documents,
+        seed=config.seed,
+    )
+    if plan.zero_stage <= 1:
+        return PipelineTrainer(
+            specs, config=config, plan=plan, groups=groups, streams=streams, num_micro_batches=num_micro_batches
+        )
+    return ZeroTrainer(
+        specs,
+        config=config,
+        plan=plan,
+        groups=groups,
+        streams=streams,
+        num_micro_batches=num_micro_batches,
+        device=device.torch_device,
+    )

@@ -1,0 +1,81 @@
+"""The frame of a run on one rank: process group, axis groups, run folder, and what happens when something fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from conf.schema import Config, DType
+from engine.device import Device, this_device
+from engine.distributed import broadcast, gather, start, stop
+from engine.failure import EXIT_FAILED, leave, report_failure
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import Groups, open_groups
+from parallel.plan import ParallelPlan
+from telemetry.run_folder import create_run_folder, new_run_id
+
+DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
+
+
+class Session:
+    """with Session(config, plan) as session: ... — on every rank alike.
+
+    rank, device, groups, streams, folder (the run's, the same on every rank), run_id, hosts. An exception inside the
+    block is reported once for the whole run and ends this process with code 1; Ctrl-C ends it with 130.
+    """
+
+    device: Device
+    groups: Groups
+    streams: RandomStreams
+    hosts: list[str]
+
+    def __init__(self, config: Config, plan: ParallelPlan):
+        self.config = config
+        self.plan = plan
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.folder: Path | None = None
+        self.run_id = ""
+
+    def __enter__(self) -> Session:
+        try:
+            self._open()
+        except BaseException as error:
+            self._fail(error)
+        return self
+
+    def _open(self) -> None:
+        torch.use_deterministic_algorithms(self.config.train.deterministic, warn_only=True)
+        self.device = this_device()
+        start(self.device, timeout_s=self.config.cluster.timeout_s)
+        self.run_id = broadcast(self.config.run.id or new_run_id())
+        if self.rank == 0:
+            self.folder = create_run_folder(self.config.run.dir, self.config.run.experiment, self.run_id)
+        self.folder = Path(broadcast(str(self.folder)))
+        self.folder.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
+        self.hosts = gather(socket.gethostname())
+        self.groups = open_groups(self.plan)
+        self.streams = RandomStreams(
+            tensor_rank=self.groups.tensor.rank, device=self.device.torch_device, seed=self.config.seed
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        stop()
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            leave(130)
+        report_failure(self.folder, error, rank=self.rank)
+        leave(EXIT_FAILED)
+
+    def say(self, text: str = "") -> None:
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(text, flush=True)

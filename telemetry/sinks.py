@@ -1,0 +1,115 @@
+"""Where reports go on rank 0: console, metrics.jsonl, wandb. A sink that fails says so once and stops nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from telemetry.report import EvaluationReport, StepReport, as_metrics
+
+Report = StepReport | EvaluationReport
+
+
+class Sink(Protocol):
+    def write(self, report: Report) -> None: ...
+    def write_image(self, name: str, path: Path) -> None: ...
+    def close(self, *, failed: bool, summary: dict[str, Any]) -> None: ...
+
+
+class JsonlSink:
+    """metrics.jsonl: every report as one line, flushed."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("a")
+
+    def write(self, report: Report) -> None:
+        self.file.write(json.dumps(as_metrics(report)) + "\n")
+        self.file.flush()
+
+    def write_image(self, name: str, path: Path) -> None:
+        """Images are files of their own."""
+
+    def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
+        self.file.close()
+
+
+class ConsoleSink:
+    """One line every `interval` steps and for each evaluation."""
+
+    def __init__(self, *, interval: int):
+        self.interval = interval
+        self.validation: float | None = None
+
+    def write(self, report: Report) -> None:
+        if isinstance(report, EvaluationReport):
+            self.validation = report.loss
+            print(f"step {report.step:>6}  validation loss {report.loss:.4f}", flush=True)
+        elif report.skipped or report.step % self.interval == 0 or report.step in (1, report.train_iters):
+            print(step_line(report), flush=True)
+
+    def write_image(self, name: str, path: Path) -> None:
+        """The closing table names the files."""
+
+    def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
+        """The closing table is the recipe's."""
+
+
+def step_line(report: StepReport) -> str:
+    utilisation = report.mfu if report.mfu is not None else report.mfu_of_measured_rate
+    parts = [
+        f"step {report.step:>6}/{report.train_iters}",
+        f"loss {report.loss:.4f}",
+        f"lr {report.learning_rate:.2e}",
+        f"norm {report.grad_norm:.3f}",
+        f"{report.tokens_per_s:,.0f} tokens/s",
+        f"MFU {utilisation:.0%}" if utilisation is not None else "",
+        f"ETA {duration(report.eta_s)}",
+        "SKIPPED: a gradient was not finite" if report.skipped else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def duration(seconds: float) -> str:
+    """12s, 3m04s or 2h05m."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+
+
+class Sinks:
+    """All sinks of a run, closed at the end of the `with` block and told whether it ended in an exception.
+
+    The first failure of each is reported on stderr and that sink is left out from then on. `summary` is what the closing
+    sinks store for the whole run.
+    """
+
+    def __init__(self, sinks: Sequence[Sink]):
+        self.sinks = list(sinks)
+        self.summary: dict[str, Any] = {}
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._each("close", failed=error is not None, summary=self.summary)
+
+    def write(self, report: Report) -> None:
+        self._each("write", report)
+
+    def write_image(self, name: str, path: Path) -> None:
+        self._each("write_image", name, path)
+
+    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
+        for sink in list(self.sinks):
+            try:
+                getattr(sink, method)(*arguments, **named)
+            except Exception as error:
+                self.sinks.remove(sink)
+                name = type(sink).__name__
+                print(f"warning: {name} failed and is off from here on: {error!r}", file=sys.stderr, flush=True)
