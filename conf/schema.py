@@ -121,6 +121,7 @@ class CorpusSource:
     split: str = "train"  # split of a Hugging Face dataset
     text_column: str = "text"  # column that holds the text
     streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
+    max_documents: Optional[int] = None  # read at most this many documents; null: all
 
 
 @dataclass

@@ -1,0 +1,127 @@
+"""Samples: fixed-length windows of a token stream, in an order that is a pure function of (seed, index).
+
+S sequence length. Sample k of a stream covers its places [k*S, k*S+S] inclusive: S inputs and their S targets, so the
+last target of one sample is the first input of the next and each target is used once an epoch; a final partial sample is
+left out and reported (`dropped_tokens`). Index i counts draws for ever: epoch i // len, and each epoch is a fresh
+permutation. No state, no random generator: resuming at sample n is asking for sample n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from corpus.order import Interleave, order_key, permute
+from corpus.token_file import TokenFile
+
+
+@dataclass(frozen=True)
+class Sample:
+    """tokens int64 [S+1]; positions int64 [S], 0 where a document starts; loss_mask bool [S], None: every target counts."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    loss_mask: np.ndarray | None
+
+
+class Dataset(Protocol):
+    """What batches need: `sample` for any index from 0 on, and the number of samples of one epoch."""
+
+    sequence_length: int
+
+    def sample(self, index: int) -> Sample: ...
+
+    def __len__(self) -> int: ...
+
+
+class SampleStream:
+    """The samples of one token file.
+
+    With mask_documents positions restart at each document and the target of an end-of-document token, which belongs to
+    the next, unrelated document, is masked; without, the stream is one text.
+    """
+
+    def __init__(
+        self, tokens: TokenFile, *, sequence_length: int, seed: int, name: str, shuffle: bool, mask_documents: bool
+    ) -> None:
+        if sequence_length < 1:
+            raise ValueError(f"data.sequence_length={sequence_length} must be at least 1")
+        self.tokens, self.sequence_length, self.name = tokens, sequence_length, name
+        self.seed, self.shuffle, self.mask_documents = seed, shuffle, mask_documents
+        self._samples = max(0, len(tokens) - 1) // sequence_length
+        if self._samples == 0:
+            raise ValueError(
+                f"{name}: {len(tokens)} tokens are fewer than one sample of data.sequence_length={sequence_length} + 1; "
+                "add text, lower data.sequence_length" + ("" if shuffle else " or raise data.validation_fraction")
+            )
+
+    def __len__(self) -> int:
+        return self._samples
+
+    @property
+    def dropped_tokens(self) -> int:
+        """Targets at the end of the stream that fill no whole sample."""
+        return len(self.tokens) - 1 - self._samples * self.sequence_length
+
+    def sample_id(self, index: int) -> int:
+        """Which window of the stream draw `index` is."""
+        epoch, place = divmod(index, self._samples)
+        if not self.shuffle:
+            return place
+        return permute(place, size=self._samples, key=order_key(self.seed, self.name, epoch))
+
+    def sample(self, index: int) -> Sample:
+        size = self.sequence_length
+        start = self.sample_id(index) * size
+        tokens = self.tokens.read(start, start + size + 1)
+        positions = np.arange(size, dtype=np.int64)
+        if not self.mask_documents:
+            return Sample(tokens, positions, None)
+        starts = self.tokens.document_starts(start + 1, start + size + 1) - start
+        if len(starts) == 0:
+            return Sample(tokens, positions, None)
+        loss_mask = np.ones(size, dtype=bool)
+        loss_mask[starts - 1] = False
+        origin = np.zeros(size, dtype=np.int64)
+        inside = starts[starts < size]
+        origin[inside] = inside
+        return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
+
+
+class Blend:
+    """Several streams drawn by weight; each stream keeps its own epochs."""
+
+    def __init__(self, streams: Sequence[SampleStream], *, weights: Sequence[float]) -> None:
+        if len({stream.sequence_length for stream in streams}) != 1 or len(streams) != len(weights):
+            raise ValueError("a blend needs one weight a stream and one sequence length")
+        self.streams = tuple(streams)
+        self.sequence_length = streams[0].sequence_length
+        self.interleave = Interleave(weights)
+
+    def __len__(self) -> int:
+        """Samples before any stream has to repeat one; for one stream its whole epoch."""
+        low, high = 0, sum(map(len, self.streams))
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = all(n <= len(s) for n, s in zip(self.interleave.counts(middle), self.streams, strict=True))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def sample_id(self, index: int) -> tuple[int, int]:
+        """(stream, window of that stream) of draw `index`."""
+        source, place = self.interleave.place(index)
+        return source, self.streams[source].sample_id(place)
+
+    def sample(self, index: int) -> Sample:
+        if index < 0:
+            raise ValueError(f"sample index {index} must not be negative")
+        source, place = self.interleave.place(index)
+        return self.streams[source].sample(place)
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each stream has been gone through after `samples` draws."""
+        counts = self.interleave.counts(samples)
+        return [count / len(stream) for count, stream in zip(counts, self.streams, strict=True)]

@@ -1,0 +1,160 @@
+"""From DataConfig to datasets: resolve the sources, load or train the tokenizer, tokenise once, open the token files.
+
+Every process of a run may call `prepare` at the same time; torch.distributed is not involved. One builds per filesystem,
+the others wait (cache.py). A second call with the same text, tokenizer and settings only opens files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conf.schema import DataConfig
+from corpus.cache import Progress, built_once
+from corpus.dataset import Blend, SampleStream
+from corpus.readers import Tally, documents
+from corpus.sources import ResolvedSource, resolve
+from corpus.token_file import TokenFile
+from corpus.tokenise import split_documents, tokenise
+from corpus.tokenizer import Tokenizer, load_file, load_tokenizer, require_vocabulary, train_bpe
+
+FORMAT = 1  # of the files on disk; raise it when their meaning changes
+BPE_BYTES = 64_000_000  # text that the BPE is trained on at most, over all sources
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One corpus: its folder and manifest (counts, fingerprints, splits), and the targets that fill no whole sample."""
+
+    label: str
+    weight: float
+    folder: Path
+    manifest: dict[str, Any]
+    train_samples: int
+    dropped_tokens: int
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """train: for ever, shuffled each epoch; validation: fixed order, None where data.validation_fraction is 0.
+
+    fingerprint: hex, of the token ids, the tokenizer and all that decides which sample is which; equal on all machines
+    whose runs read the same samples.
+    """
+
+    train: Blend
+    validation: Blend | None
+    tokenizer: Tokenizer
+    sources: tuple[PreparedSource, ...]
+    fingerprint: str
+
+
+def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
+    """The corpus of `data`, tokenised if it is not yet. `progress` gets one line of text now and then.
+
+    ValueError: bad settings, bad or too little text, a tokenizer with more ids than vocab_size.
+    """
+    _check(data)
+    tell: Progress = progress or (lambda line: None)
+    resolved = [resolve(source) for source in data.sources]
+    tokenizer = _tokenizer(data, resolved, tell)
+    require_vocabulary(tokenizer, vocab_size=vocab_size)
+    opened = [_source(source, data=data, tokenizer=tokenizer, progress=tell) for source in resolved]
+    train = _blend(opened, resolved, data=data, seed=seed, split="train")
+    validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if data.validation_fraction else None
+    sources = tuple(
+        PreparedSource(source.label, source.source.weight, folder, manifest, len(stream), stream.dropped_tokens)
+        for source, (folder, manifest), stream in zip(resolved, opened, train.streams, strict=True)
+    )
+    identity = [FORMAT, tokenizer.fingerprint, data.sequence_length, data.mask_documents, seed]
+    identity += [[source.weight, source.manifest["files"]] for source in sources]
+    return PreparedCorpus(train, validation, tokenizer, sources, _hash(identity))
+
+
+def _check(data: DataConfig) -> None:
+    if not data.sources:
+        raise ValueError("data.sources is empty; name at least one, such as {path: stdlib}")
+    if not 0 <= data.validation_fraction < 1:
+        raise ValueError(f"data.validation_fraction={data.validation_fraction} must be at least 0 and below 1")
+    if data.num_workers < 0:
+        raise ValueError(f"data.num_workers={data.num_workers} must not be negative; 0 takes one a core")
+
+
+def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progress) -> Tokenizer:
+    if data.tokenizer != "bpe":
+        return load_tokenizer(data.tokenizer)
+    key = _hash(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
+    folder = Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}"
+
+    def build(partial: Path) -> dict[str, Any]:
+        progress(f"training a BPE of {data.bpe_vocab_size} ids")
+        texts = _training_texts(data, resolved)
+        train_bpe(texts, size=data.bpe_vocab_size).save(str(partial / "tokenizer.json"))
+        return {"format": FORMAT, "key": key, "sources": [source.label for source in resolved]}
+
+    built_once(folder, build=build, what="the BPE tokenizer", timeout_s=data.wait_timeout_s, progress=progress)
+    return load_file(folder / "tokenizer.json", name="bpe")
+
+
+def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterator[str]:
+    """Training documents up to BPE_BYTES, shared by weight; of a large source every k-th by content hash."""
+    total = sum(source.source.weight for source in resolved)
+    for source in resolved:
+        budget = int(BPE_BYTES * source.source.weight / total)
+        every = max(1, source.num_bytes // max(1, budget))
+        used = 0
+        found = documents(source, bad_lines=data.bad_lines, tally=Tally())
+        for document, split in split_documents(found, fraction=data.validation_fraction):
+            if split != "train" or (document.digest >> 7) % every:
+                continue
+            yield document.text[: budget - used]
+            used += document.num_bytes
+            if used >= budget:
+                break
+
+
+def _source(
+    source: ResolvedSource, *, data: DataConfig, tokenizer: Tokenizer, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    key = _hash([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.label).strip("-.")[-40:] or "corpus"
+    folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
+
+    def build(partial: Path) -> dict[str, Any]:
+        progress(f"{source.label}: tokenising with {tokenizer.name}")
+        manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=progress)
+        return {"format": FORMAT, "key": key, **manifest}
+
+    manifest = built_once(folder, build=build, what=source.label, timeout_s=data.wait_timeout_s, progress=progress)
+    return folder, manifest
+
+
+def _blend(
+    opened: list[tuple[Path, dict[str, Any]]], resolved: list[ResolvedSource], *, data: DataConfig, seed: int, split: str
+) -> Blend:
+    streams = [
+        SampleStream(
+            TokenFile.open(folder, split=split, dtype=manifest["dtype"]),
+            sequence_length=data.sequence_length,
+            seed=seed,
+            name=f"{split} part of data.sources[{number}]",
+            shuffle=split == "train",
+            mask_documents=data.mask_documents,
+        )
+        for number, (folder, manifest) in enumerate(opened)
+    ]
+    return Blend(streams, weights=[source.source.weight for source in resolved])
+
+
+def _text_key(data: DataConfig) -> list[Any]:
+    """What of the settings decides the token files besides source and tokenizer."""
+    return [data.validation_fraction, data.bad_lines.value]
+
+
+def _hash(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,224 @@
+"""Documents out of sources: one row at a time, each with the file and line it came from.
+
+JSONL is read line by line here and not by the `datasets` library, which turns the text "2024-01-01" into a date and 5 into
+a number, and whose error for a broken line names no line. Only the text column is looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import itertools
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import IO, Any, NamedTuple, cast
+
+import pyarrow
+import pyarrow.parquet
+
+from conf.schema import BadLine
+from corpus.hub import hub_rows, saved_rows
+from corpus.rows import Row, missing_column
+from corpus.sources import ResolvedSource, SourceFile
+
+BOM = b"\xef\xbb\xbf"
+
+
+class Document(NamedTuple):
+    """text: not empty; digest: 64 bits of its content; num_bytes: of its UTF-8."""
+
+    text: str
+    digest: int
+    num_bytes: int
+
+
+@dataclass
+class Tally:
+    """What became of every row: rows = documents + empty + absent + bad."""
+
+    rows: int = 0
+    documents: int = 0
+    empty: int = 0  # text of no characters (or, after encoding, of no tokens)
+    absent: int = 0  # null, or no such key in this row
+    bad: int = 0  # broken rows, skipped by data.bad_lines=skip
+    first_bad: str | None = None  # message of the first of these
+    file_bytes: int = 0  # size of the files gone through so far
+
+    def as_counts(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "file_bytes"}
+
+
+def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> Iterator[Document]:
+    """The documents of `source` in order, counted in `tally`. ValueError with file and row where a row is broken."""
+    limit = source.source.max_documents
+    for row in _rows(source, tally):
+        if limit is not None and tally.documents >= limit:
+            return
+        tally.rows += 1
+        value, problem = row.value, row.problem
+        payload = b""
+        if problem is None and value is not None and not isinstance(value, str):
+            problem = f"the text is {type(value).__name__} {str(value)[:40]!r}, not a string"
+        if problem is None and isinstance(value, str):
+            try:
+                payload = value.encode()
+            except UnicodeEncodeError as error:
+                problem = f"the text holds half a surrogate pair at character {error.start}"
+        if problem is not None:
+            message = f"{row.where()}: {problem}; mend it or set data.bad_lines=skip"
+            if bad_lines is BadLine.fail:
+                raise ValueError(message)
+            tally.bad += 1
+            tally.first_bad = tally.first_bad or message
+        elif value is None:
+            tally.absent += 1
+        elif not payload:
+            tally.empty += 1
+        else:
+            tally.documents += 1
+            digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+            yield Document(cast(str, value), digest, len(payload))
+
+
+def _rows(source: ResolvedSource, tally: Tally) -> Iterator[Row]:
+    column = source.source.text_column
+    if source.kind == "hub":
+        yield from hub_rows(source.source)
+    elif source.kind == "saved":
+        yield from saved_rows(source.source)
+    else:
+        readers = {"txt": _text_rows, "jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+        for file in source.files:
+            try:
+                yield from readers[file.kind](file, column)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise ValueError(f"{file.path}: the gzip stream is damaged ({error}); fetch the file again") from None
+            except OSError as error:
+                raise ValueError(f"{file.path}: cannot be read ({error.strerror or error})") from None
+            tally.file_bytes += file.size
+
+
+def _open(file: SourceFile) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(file.path, "rb") if file.compressed else open(file.path, "rb"))
+
+
+def _undecodable(error: UnicodeDecodeError) -> str:
+    return f"is not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start}); convert it to UTF-8"
+
+
+def _text_rows(file: SourceFile, column: str) -> Iterator[Row]:
+    """The whole file is one document."""
+    with _open(file) as stream:
+        content = stream.read().removeprefix(BOM)
+    try:
+        yield Row(file.path, None, content.decode())
+    except UnicodeDecodeError as error:
+        yield Row(file.path, content.count(b"\n", 0, error.start) + 1, problem=_undecodable(error))
+
+
+def _decoded_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | None, str | None]]:
+    """(line number, text or None, problem or None)."""
+    for number, line in enumerate(stream, start=1):
+        try:
+            yield number, (line.removeprefix(BOM) if number == 1 else line).decode(), None
+        except UnicodeDecodeError as error:
+            yield number, None, _undecodable(error)
+
+
+def _jsonl_rows(file: SourceFile, column: str) -> Iterator[Row]:
+    names: list[str] | None = None  # the first row's columns, until a row has the wanted one
+    found = False
+    with _open(file) as stream:
+        for number, line, problem in _decoded_lines(stream):
+            if line is None:
+                yield Row(file.path, number, problem=problem)
+                continue
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                yield Row(file.path, number, problem=f"broken JSON ({error.msg} at character {error.pos + 1})")
+                continue
+            except RecursionError:
+                yield Row(file.path, number, problem="broken JSON (nested too deeply)")
+                continue
+            if not isinstance(record, dict):
+                yield Row(file.path, number, problem=f"the line is a JSON {type(record).__name__}, not an object")
+                continue
+            if column in record:
+                found = True
+            elif names is None:
+                names = list(record)
+            yield Row(file.path, number, record.get(column))
+    if names is not None and not found:
+        raise ValueError(missing_column(file.path, column, names))
+
+
+def _csv_rows(file: SourceFile, column: str) -> Iterator[Row]:
+    csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
+    with _open(file) as stream:
+        numbers, problems = itertools.count(), {}
+
+        def lines() -> Iterator[str]:
+            for number, line, problem in _decoded_lines(stream):
+                next(numbers)
+                if line is None:
+                    problems[number] = problem
+                yield "\n" if line is None else line
+
+        reader = csv.reader(lines(), strict=True)
+        place: int | None = None
+        width = 0
+        while True:
+            before = reader.line_num
+            try:
+                cells = next(reader, None)
+                problem = None
+            except csv.Error as error:
+                cells, problem = [], f"broken CSV ({error})"
+            bad = [problems.pop(n) for n in range(before + 1, reader.line_num + 1) if n in problems]
+            if bad:
+                problem = bad[0]
+            if problem is not None:
+                yield Row(file.path, reader.line_num, problem=problem)
+            elif cells is None:
+                return
+            elif place is None:
+                if column not in cells:
+                    raise ValueError(missing_column(file.path, column, cells))
+                place, width = cells.index(column), len(cells)
+            elif not cells:
+                continue
+            elif len(cells) != width:
+                yield Row(file.path, reader.line_num, problem=f"{len(cells)} cells under a header of {width}")
+            else:
+                yield Row(file.path, reader.line_num, cells[place])
+
+
+def _parquet_rows(file: SourceFile, column: str) -> Iterator[Row]:
+    try:
+        with pyarrow.parquet.ParquetFile(file.path) as parquet:
+            names = parquet.schema_arrow.names
+            if column not in names:
+                raise ValueError(missing_column(file.path, column, names))
+            kind = parquet.schema_arrow.field(column).type
+            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if not (pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)):
+                raise ValueError(f"{file.path}: column {column!r} is {kind}, not string; write it as text")
+            row = 0
+            for record_batch in parquet.iter_batches(batch_size=1024, columns=[column]):
+                for scalar in record_batch.column(0):
+                    row += 1
+                    try:
+                        yield Row(file.path, row, scalar.as_py())
+                    except UnicodeDecodeError as error:
+                        yield Row(file.path, row, problem=_undecodable(error))
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+
+
