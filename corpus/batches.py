@@ -1,8 +1,8 @@
 """Samples to torch tensors, and the share of a global batch each data-parallel rank takes.
 
-B micro-batch size, S sequence length. Sample indices depend on the data-parallel rank and size only, never on the global
-rank: the first and last pipeline stage and all tensor ranks see the same samples. Nothing here draws a random number, so
-torch's generators stay equal where they must (no DataLoader: creating its iterator draws from the global generator).
+B micro-batch size, S sequence length. Sample indices depend on the data-parallel rank and size only, never on the
+global rank: the first and last pipeline stage and all tensor ranks see the same samples. Nothing here draws a random
+number, so torch's generators stay equal where they must (a DataLoader would draw its seed from the global one).
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from parallel.plan import ParallelPlan
 
 from corpus.dataset import Dataset
 
@@ -69,8 +71,8 @@ def require_batch(dataset: Dataset, *, global_batch_size: int) -> None:
     """ValueError where one global batch would have to repeat a sample."""
     if len(dataset) < global_batch_size:
         raise ValueError(
-            f"the corpus holds {len(dataset)} samples of data.sequence_length={dataset.sequence_length}, fewer than one "
-            f"batch of train.global_batch_size={global_batch_size}; add text or lower either"
+            f"the corpus holds {len(dataset)} samples of data.sequence_length={dataset.sequence_length}, fewer than "
+            f"one batch of train.global_batch_size={global_batch_size}; add text or lower either"
         )
 
 
@@ -97,8 +99,8 @@ def evaluation_batches(
 class StepBatches:
     """Iterates steps from sample first_sample on for ever: each item is (first sample, the step's micro-batches).
 
-    A thread prepares up to `ahead` steps; order is kept, its exceptions come out of `next`, `close` (or the `with`
-    block's end) ends it. The number of micro-batches follows the plan's batch ramp-up.
+    A thread prepares up to `ahead` steps; order is kept, its exceptions come out of `next`, `close` ends it
+    (`with contextlib.closing(...)`). The number of micro-batches follows the plan's batch ramp-up.
     """
 
     def __init__(
@@ -115,13 +117,14 @@ class StepBatches:
         while not self._stop.is_set():
             try:
                 number = self._plan.num_micro_batches_at(sample)
-                item = sample, micro_batches(
+                batches = micro_batches(
                     self._dataset,
                     plan=self._plan,
                     first_sample=sample,
                     data_rank=self._data_rank,
                     num_micro_batches=number,
                 )
+                item = (sample, batches)
                 sample += number * self._plan.data_parallel_size * self._plan.micro_batch_size
             except Exception as error:
                 item = error
@@ -149,9 +152,3 @@ class StepBatches:
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
-
-    def __enter__(self) -> StepBatches:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

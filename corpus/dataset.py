@@ -1,8 +1,8 @@
 """Samples: fixed-length windows of a token stream, in an order that is a pure function of (seed, index).
 
 S sequence length. Sample k of a stream covers its places [k*S, k*S+S] inclusive: S inputs and their S targets, so the
-last target of one sample is the first input of the next and each target is used once an epoch; a final partial sample is
-left out and reported (`dropped_tokens`). Index i counts draws for ever: epoch i // len, and each epoch is a fresh
+last target of one sample is the first input of the next and each target is used once an epoch; a final partial sample
+is left out and reported (`dropped_tokens`). Index i counts draws for ever: epoch i // len, and each epoch is a fresh
 permutation. No state, no random generator: resuming at sample n is asking for sample n.
 """
 
@@ -20,7 +20,7 @@ from corpus.token_file import TokenFile
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens int64 [S+1]; positions int64 [S], 0 where a document starts; loss_mask bool [S], None: every target counts."""
+    """tokens int64 [S+1]; positions int64 [S], 0 where a document starts; loss_mask bool [S] or None (all count)."""
 
     tokens: np.ndarray
     positions: np.ndarray
@@ -54,8 +54,8 @@ class SampleStream:
         self._samples = max(0, len(tokens) - 1) // sequence_length
         if self._samples == 0:
             raise ValueError(
-                f"{name}: {len(tokens)} tokens are fewer than one sample of data.sequence_length={sequence_length} + 1; "
-                "add text, lower data.sequence_length" + ("" if shuffle else " or raise data.validation_fraction")
+                f"{name}: {len(tokens)} tokens are fewer than one sample of data.sequence_length={sequence_length} + 1;"
+                " add text, lower data.sequence_length" + ("" if shuffle else " or raise data.validation_fraction")
             )
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
 """Orders that are pure functions: a shuffle without a table, and the interleaving of several corpora.
 
 Nothing here holds a random state: `permute` is a keyed bijection (a Feistel network with cycle walking, Luby and
-Rackoff 1988; Black and Rogaway 2002), so place i of epoch e is known at once for any i, at any data-parallel size, after
-any resume, in constant memory. `Interleave` splits a sequence of draws over sources by weights in exact integer
+Rackoff 1988; Black and Rogaway 2002), so place i of epoch e is known at once for any i, at any data-parallel size,
+after any resume, in constant memory. `Interleave` splits a sequence of draws over sources by weights in exact integer
 arithmetic along a Huffman tree. It is not a sampler: each source gets its share in every prefix, not on average.
 """
 
@@ -71,7 +71,7 @@ class Interleave:
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or any(not math.isfinite(weight) or weight <= 0 for weight in weights):
-            raise ValueError(f"data.sources weights {list(weights)} must be finite and above 0; leave out unused sources")
+            raise ValueError(f"data.sources weights {list(weights)} must be finite and above 0; drop unused sources")
         fractions = [Fraction(str(weight)) for weight in weights]
         denominator = math.lcm(*(fraction.denominator for fraction in fractions))
         whole = [int(fraction * denominator) for fraction in fractions]

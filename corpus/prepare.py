@@ -1,7 +1,7 @@
 """From DataConfig to datasets: resolve the sources, load or train the tokenizer, tokenise once, open the token files.
 
-Every process of a run may call `prepare` at the same time; torch.distributed is not involved. One builds per filesystem,
-the others wait (cache.py). A second call with the same text, tokenizer and settings only opens files.
+Every process of a run may call `prepare` at the same time; torch.distributed is not involved. One builds per
+filesystem, the others wait (cache.py). A second call with the same text, tokenizer and settings only opens files.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
     require_vocabulary(tokenizer, vocab_size=vocab_size)
     opened = [_source(source, data=data, tokenizer=tokenizer, progress=tell) for source in resolved]
     train = _blend(opened, resolved, data=data, seed=seed, split="train")
-    validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if data.validation_fraction else None
+    held_out = data.validation_fraction > 0
+    validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if held_out else None
     sources = tuple(
         PreparedSource(source.label, source.source.weight, folder, manifest, len(stream), stream.dropped_tokens)
         for source, (folder, manifest), stream in zip(resolved, opened, train.streams, strict=True)
@@ -135,7 +136,12 @@ def _source(
 
 
 def _blend(
-    opened: list[tuple[Path, dict[str, Any]]], resolved: list[ResolvedSource], *, data: DataConfig, seed: int, split: str
+    opened: list[tuple[Path, dict[str, Any]]],
+    resolved: list[ResolvedSource],
+    *,
+    data: DataConfig,
+    seed: int,
+    split: str,
 ) -> Blend:
     streams = [
         SampleStream(

@@ -1,7 +1,7 @@
 """Documents out of sources: one row at a time, each with the file and line it came from.
 
-JSONL is read line by line here and not by the `datasets` library, which turns the text "2024-01-01" into a date and 5 into
-a number, and whose error for a broken line names no line. Only the text column is looked at.
+JSONL is read line by line here and not by the `datasets` library, which turns the text "2024-01-01" into a date and 5
+into a number, and whose error for a broken line names no line. Only the text column is looked at.
 """
 
 from __future__ import annotations
@@ -220,5 +220,3 @@ def _parquet_rows(file: SourceFile, column: str) -> Iterator[Row]:
                         yield Row(file.path, row, problem=_undecodable(error))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
-
-

@@ -137,5 +137,5 @@ def _stdlib_files() -> tuple[SourceFile, ...]:
         folders[:] = [name for name in folders if name not in NOT_STDLIB]
         found += [Path(top, name) for name in names if name.endswith(".py")]
     if not found:
-        raise ValueError(f"{root} holds no .py file: this Python keeps its library packed; name another data.sources path")
+        raise ValueError(f"{root} holds no .py file: its library is packed; name another data.sources path")
     return tuple(_source_file(path) for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()))

@@ -1,7 +1,7 @@
 """A stream of token ids on disk, memory-mapped, with the places where its documents end.
 
-Two plain files a split: NAME.bin holds the ids (uint16 where they fit, else uint32), NAME.ends one int64 a document: the
-offset just past its end-of-document token. Numbers are little-endian. Integrity is the manifest's business (cache.py).
+Two plain files a split: NAME.bin holds the ids (uint16 where they fit, else uint32), NAME.ends one int64 a document:
+the offset just past its end-of-document token. Numbers are little-endian. Integrity is cache.py's business.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TokenWriter:
     _open_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._bin = open(self.folder / f"{self.split}.bin", "wb")
-        self._ends = open(self.folder / f"{self.split}.ends", "wb")
+        self._bin = open(self.folder / f"{self.split}.bin", "wb")  # noqa: SIM115 (closed by `close`)
+        self._ends = open(self.folder / f"{self.split}.ends", "wb")  # noqa: SIM115
         self._eod = np.array([self.eod_id], self.dtype).tobytes()
 
     def write(self, ids: Array) -> None:

@@ -162,8 +162,8 @@ def require_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
     """ValueError where the tokenizer has ids that the model's embedding lacks."""
     if tokenizer.size > vocab_size:
         raise ValueError(
-            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.size} ids of data.tokenizer={tokenizer.name}; "
-            f"set model.vocab_size={tokenizer.size} or use a smaller tokenizer"
+            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.size} ids of data.tokenizer={tokenizer.name}"
+            f"; set model.vocab_size={tokenizer.size} or use a smaller tokenizer"
         )
 
 

@@ -1,0 +1,33 @@
+"""Tokenise a corpus ahead of training: text to memory-mapped token files and a manifest, once.
+
+    python recipes/prepare.py data.tokenizer=bpe model.vocab_size=4096
+    python recipes/prepare.py 'data.sources=[{path: books/*.jsonl.gz, weight: 3}, {path: stdlib}]'
+
+Training does the same by itself when the files are not there; this recipe does it on one process without a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conf.cli import main
+from conf.schema import Config
+from parallel.plan import ParallelPlan
+
+
+def run(config: Config, plan: ParallelPlan) -> int:
+    from corpus.batches import require_batch
+    from corpus.prepare import prepare
+    from corpus.summary import table
+
+    corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=print)
+    require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+    print(table(corpus))
+    return 0
+
+
+if __name__ == "__main__":
+    main(run)
