@@ -14,7 +14,13 @@ from parallel.plan import ParallelPlan
 
 
 def build_trainer(
-    config: Config, plan: ParallelPlan, groups: Groups, *, streams: RandomStreams, device: Device, num_micro_batches: int
+    config: Config,
+    plan: ParallelPlan,
+    groups: Groups,
+    *,
+    streams: RandomStreams,
+    device: Device,
+    num_micro_batches: int,
 ) -> Trainer:
     """Build this rank's part of the model and its engine. Called on all ranks alike."""
     specs = build_layer_specs(

@@ -1,4 +1,6 @@
-"""Typed Config and plan -> the dict that DeepSpeed takes. Every knob that DeepSpeed would default is set here on purpose."""
+"""Typed Config and plan -> the dict that DeepSpeed takes. Every knob that DeepSpeed would default is set here on
+purpose.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from parallel.plan import ParallelPlan
 def deepspeed_config(config: Config, plan: ParallelPlan, *, num_micro_batches: int) -> dict[str, Any]:
     """Batch numbers, precision, ZeRO, clipping.
 
-    Clipping is DeepSpeed's where it keeps the gradients (ZeRO, 16-bit) and ours in plain fp32 (`engine.pipeline`), where
-    its norm leaves out every stage but the first.
+    Clipping is DeepSpeed's where it keeps the gradients (ZeRO, 16-bit) and ours in plain fp32 (`engine.pipeline`),
+    where its norm leaves out every stage but the first.
     """
     own_clipping = plan.zero_stage == 0 and config.precision.dtype is DType.fp32
     settings: dict[str, Any] = {

@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import socket
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -28,17 +29,20 @@ def free_port() -> int:
 def start(device: Device, *, timeout_s: float) -> None:
     """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name (one rank without them).
 
-    DeepSpeed would compile `deepspeed_shm_comm` here on CPU, minutes at first use. It serves only all-reduces over the whole
-    world in inference, never a training collective, so it is switched off.
+    DeepSpeed would compile `deepspeed_shm_comm` here on CPU, minutes at first use. It serves only all-reduces over
+    the whole world in inference, never a training collective, so it is switched off.
     """
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
+    if "MASTER_PORT" not in os.environ and not torch.distributed.is_initialized():
         if os.environ["WORLD_SIZE"] != "1":
             raise ValueError("MASTER_PORT is not set although WORLD_SIZE > 1; start through deepspeed or torchrun")
         os.environ["MASTER_PORT"] = str(free_port())
     if device.kind == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # torch 2.13 renamed two collectives that DeepSpeed 0.19 still calls by their old names, several times a step.
+    old_names = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", message=old_names, category=FutureWarning)
     with muted():
         import deepspeed
 

@@ -1,7 +1,7 @@
 """How a rank dies: with its traceback once for the whole run, with a non-zero code, and without waiting for anyone.
 
-The first rank that fails claims `failed.json` in the run's folder; the others, which then fail in a collective because a
-peer is gone, stay quiet on the console. Every rank's own traceback is in its log `rank-N.log`.
+The first rank that fails claims `failed.json` in the run's folder; the others, which then fail in a collective
+because a peer is gone, stay quiet on the console. Every rank's own traceback is in its log `rank-N.log`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import traceback
 from pathlib import Path
 
 EXIT_FAILED = 1
+EXIT_REFUSED = 2  # bad input
+
+
+class StopRun(RuntimeError):
+    """A run that cannot go on for a reason that its message says in full; a traceback would hide it."""
 
 
 def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> None:
@@ -29,8 +34,8 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> N
             claim.write(json.dumps(record) + "\n")
     except FileExistsError:
         return
-    message = str(error) if isinstance(error, EXPECTED) else text
-    print(f"rank {rank} failed: {message.rstrip()}", file=sys.stderr, flush=True)
+    message = str(error) if isinstance(error, StopRun) else text.rstrip()
+    print(f"rank {rank} failed: {message}", file=sys.stderr, flush=True)
 
 
 def leave(code: int) -> None:
@@ -40,8 +45,8 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-class UserError(ValueError):
-    """A fault of the input that was found after start: its message says all, a traceback would hide it."""
-
-
-EXPECTED = (UserError,)
+def refuse(error: Exception) -> int:
+    """Say what is wrong with the input, once a machine and without a traceback; the exit code to leave with."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(error, file=sys.stderr, flush=True)
+    return EXIT_REFUSED

@@ -1,4 +1,6 @@
-"""The true global gradient norm, for the mixes where DeepSpeed's own leaves parameters out (plain fp32 without ZeRO)."""
+"""The true global gradient norm, for the mixes where DeepSpeed's own leaves parameters out (plain fp32 without
+ZeRO).
+"""
 
 from __future__ import annotations
 

@@ -12,22 +12,19 @@ from collections.abc import Iterator
 from contextlib import closing
 from statistics import median
 
-import torch.distributed
-
 from conf.schema import Config
 from corpus.batches import StepBatches, evaluation_batches
 from corpus.dataset import Dataset
-from engine.device import Device
+from engine.failure import StopRun
 from engine.schedules import learning_rate
+from engine.session import Rates, Session
 from engine.step import Trainer
-from model.tensor_parallel.random import RandomStreams
 from parallel.flops import model_flops_per_token
-from parallel.groups import Groups
 from parallel.plan import ParallelPlan
 from telemetry.report import EvaluationReport, StepReport
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(StopRun):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
@@ -57,30 +54,21 @@ def samples_after(plan: ParallelPlan, steps: int) -> int:
 
 
 def train(
-    trainer: Trainer,
-    *,
-    config: Config,
-    plan: ParallelPlan,
-    groups: Groups,
-    streams: RandomStreams,
-    training: Dataset,
-    validation: Dataset,
-    device: Device,
-    peak_flops: float | None,
-    measured_rate: float | None,
+    trainer: Trainer, session: Session, *, training: Dataset, validation: Dataset | None, rates: Rates
 ) -> Iterator[StepReport | EvaluationReport]:
     """Train for `train.train_iters` steps, yielding a report a step and one an evaluation. Called on all ranks alike.
 
     Raises NonFiniteError, on every rank at the same step, after `train.max_bad_steps` skipped steps in a row.
     """
+    config, plan, groups, device = session.config, session.plan, session.groups, session.device
     sequence = config.data.sequence_length
     flops_per_token = model_flops_per_token(config.model, sequence)
     total_tokens = samples_after(plan, config.train.train_iters) * sequence
     samples, bad_steps = 0, 0
     recent: deque[float] = deque(maxlen=50)
-    evaluate = config.train.eval_interval > 0 and config.train.eval_samples > 0
-    if evaluate:
-        yield _evaluate(trainer, config, plan, groups, validation, step=0, tokens=0)
+    evaluates = config.train.eval_interval > 0 and config.train.eval_samples > 0
+    if validation is not None and evaluates:
+        yield _evaluate(trainer, session, validation, step=0, tokens=0)
     with closing(StepBatches(training, plan=plan, data_rank=groups.data.rank)) as stream:
         for step in range(1, config.train.train_iters + 1):
             start = device.now()
@@ -91,7 +79,9 @@ def train(
             samples += num_micro_batches * plan.micro_batch_size * plan.data_parallel_size
             tokens = samples * sequence
             lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=total_tokens)
-            streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
+            session.streams.seed_step(
+                seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank
+            )
             result = trainer.train_batch(batches, lr=lr)
             step_time = device.now() - start
             recent.append(step_time)
@@ -111,8 +101,8 @@ def train(
                 tokens_per_s=step_tokens / step_time,
                 tokens_per_s_per_device=step_tokens / step_time / plan.world_size,
                 model_flops_per_s_per_device=rate,
-                mfu=rate / peak_flops if peak_flops else None,
-                mfu_of_measured_rate=rate / measured_rate if measured_rate else None,
+                mfu=rate / rates.peak if rates.peak else None,
+                mfu_of_measured_rate=rate / rates.measured,
                 memory_bytes=device.peak_memory_bytes(),
                 eta_s=median(recent) * (config.train.train_iters - step),
             )
@@ -120,31 +110,23 @@ def train(
             if bad_steps >= config.train.max_bad_steps:
                 raise NonFiniteError(
                     f"loss or gradients were not finite for {bad_steps} steps in a row, up to step {step} "
-                    f"(train.max_bad_steps={config.train.max_bad_steps}); lower train.lr or look at the data of samples "
-                    f"{samples - step_tokens // sequence} to {samples - 1}"
+                    f"(train.max_bad_steps={config.train.max_bad_steps}); lower train.lr or look at the data "
+                    f"of samples {samples - step_tokens // sequence} to {samples - 1}"
                 )
             last = step == config.train.train_iters
-            if evaluate and (last or step % config.train.eval_interval == 0):
-                yield _evaluate(trainer, config, plan, groups, validation, step=step, tokens=tokens)
+            if validation is not None and evaluates and (last or step % config.train.eval_interval == 0):
+                yield _evaluate(trainer, session, validation, step=step, tokens=tokens)
 
 
-def _evaluate(
-    trainer: Trainer,
-    config: Config,
-    plan: ParallelPlan,
-    groups: Groups,
-    validation: Dataset,
-    *,
-    step: int,
-    tokens: int,
-) -> EvaluationReport:
+def _evaluate(trainer: Trainer, session: Session, validation: Dataset, *, step: int, tokens: int) -> EvaluationReport:
+    plan, groups = session.plan, session.groups
     batches = None
     if trainer.holds_data:
         batches = evaluation_batches(
             validation,
             plan=plan,
             data_rank=groups.data.rank,
-            num_samples=config.train.eval_samples,
+            num_samples=session.config.train.eval_samples,
             micro_batch_multiple=2 * groups.pipeline.size if plan.schedule == "dualpipev" else 1,
         )
     return EvaluationReport(step=step, tokens=tokens, loss=trainer.evaluate(batches))

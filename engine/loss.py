@@ -1,7 +1,7 @@
 """The training loss: mean over the unmasked tokens of the *global* batch.
 
-DeepSpeed averages losses over micro-batches and then over data ranks; with unequal numbers of unmasked tokens that is another
-number and another gradient. So each micro-batch's sum of token losses is multiplied by
+DeepSpeed averages losses over micro-batches and then over data ranks; with unequal numbers of unmasked tokens that
+is another number and another gradient. So each micro-batch's sum of token losses is multiplied by
 
     scale = num_micro_batches * data_parallel_size / unmasked tokens of the global batch
 
@@ -29,9 +29,7 @@ class TokenLoss:
 
     def __call__(self, logits_BSV: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         labels_BS, scale = labels
-        losses_BS = vocab_parallel_cross_entropy(
-            logits_BSV, labels_BS, tensor=self.tensor, vocab_size=self.vocab_size
-        )
+        losses_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, tensor=self.tensor, vocab_size=self.vocab_size)
         return losses_BS.sum() * scale
 
 

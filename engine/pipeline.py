@@ -1,7 +1,7 @@
 """DeepSpeed's pipeline engine around our layers: pp >= 1, ZeRO 0 and 1, schedules 1f1b and dualpipev.
 
-What is ours here: stages come from the plan, recomputation from `model.layers.run_layers` (DeepSpeed picks layers by class
-name), and in plain fp32 without ZeRO the gradient norm, clipping and the skipping of non-finite steps.
+What is ours here: stages come from the plan, recomputation from `model.layers.run_layers` (DeepSpeed picks layers by
+class name), and in plain fp32 without ZeRO the gradient norm, clipping and the skipping of non-finite steps.
 """
 
 from __future__ import annotations
@@ -163,9 +163,7 @@ class PipelineTrainer:
         """This rank's vocabulary shard of the logits [B, S, V/T] on the loss stage, None elsewhere."""
         count = 2 * self.groups.pipeline.size if self.plan.schedule == "dualpipev" else 1
         stream = self._stream([batch] * count, count) if self.holds_data else None
-        _, logits = self.engine.eval_batch(
-            stream, return_logits=True, compute_loss=True, num_micro_batches=count
-        )
+        _, logits = self.engine.eval_batch(stream, return_logits=True, compute_loss=True, num_micro_batches=count)
         self.module.train()
         return logits
 
@@ -210,7 +208,11 @@ def _guarded_model_step(trainer: PipelineTrainer) -> Any:
 
     def take_model_step(engine: Any, lr_kwargs: Any) -> None:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        model_group = engine.mpu.get_model_parallel_group() if trainer.groups.tensor.size * trainer.groups.pipeline.size > 1 else None
+        model_group = (
+            engine.mpu.get_model_parallel_group()
+            if trainer.groups.tensor.size * trainer.groups.pipeline.size > 1
+            else None
+        )
         norm = float(global_norm(parameters, tensor=trainer.groups.tensor, model_group=model_group))
         engine._global_grad_norm = norm
         if math.isfinite(norm):

@@ -8,47 +8,36 @@ from __future__ import annotations
 import torch
 import torch.distributed
 
-from corpus.batches import Batch
-from engine.loss import IGNORED
+from corpus.batches import IGNORED, Batch
+from corpus.tokenizer import Tokenizer
+from engine.session import Session
 from engine.step import Trainer
 from parallel.groups import Groups
 
 
-def sample_text(
-    trainer: Trainer,
-    groups: Groups,
-    prompt: list[int],
-    *,
-    length: int,
-    stop_id: int,
-    vocab_size: int,
-    sequence_length: int,
-    micro_batch_size: int,
-    device: torch.device,
-    temperature: float = 0.8,
-    seed: int = 0,
-) -> list[int]:
-    """`prompt` and up to `length` drawn tokens, the same list on every rank. Called on all ranks alike."""
-    tokens = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(length):
-        window = tokens[-sequence_length:]
-        row = torch.zeros(sequence_length, dtype=torch.int64)
+def sample_text(trainer: Trainer, session: Session, tokenizer: Tokenizer, *, temperature: float = 0.8) -> str:
+    """The config's prompt and the tokens drawn after it, the same text on every rank. Called on all ranks alike."""
+    config, length = session.config, session.config.data.sequence_length
+    tokens = tokenizer.encode([config.train.sample_prompt])[0].tolist()
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.train.sample_tokens):
+        window = tokens[-length:]
+        row = torch.zeros(length, dtype=torch.int64)
         row[: len(window)] = torch.tensor(window)
-        tokens_BS = row.repeat(micro_batch_size, 1)
-        positions_BS = torch.arange(sequence_length).repeat(micro_batch_size, 1)
+        tokens_BS = row.repeat(config.train.micro_batch_size, 1)
+        positions_BS = torch.arange(length).repeat(config.train.micro_batch_size, 1)
         logits = trainer.logits(Batch(tokens_BS, positions_BS, torch.full_like(tokens_BS, IGNORED)))
-        drawn = torch.zeros((), dtype=torch.int64, device=device)
+        drawn = torch.zeros((), dtype=torch.int64, device=session.device.torch_device)
         if logits is not None:
-            last_V = _whole_vocabulary(logits[0, len(window) - 1].float(), groups)[:vocab_size]
-            probabilities = torch.softmax(last_V.cpu() / temperature, dim=-1)
+            last_V = _whole_vocabulary(logits[0, len(window) - 1].float(), session.groups)
+            probabilities = torch.softmax(last_V[: tokenizer.size].cpu() / temperature, dim=-1)
             drawn.fill_(int(torch.multinomial(probabilities, 1, generator=generator)))
         if torch.distributed.get_world_size() > 1:
             torch.distributed.broadcast(drawn, src=trainer.loss_rank)
-        tokens.append(int(drawn))
-        if tokens[-1] == stop_id:
+        if int(drawn) == tokenizer.eod_id:
             break
-    return tokens
+        tokens.append(int(drawn))
+    return tokenizer.decode(tokens)
 
 
 def _whole_vocabulary(shard_V: torch.Tensor, groups: Groups) -> torch.Tensor:

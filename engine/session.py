@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +20,16 @@ from parallel.plan import ParallelPlan
 from telemetry.run_folder import create_run_folder, new_run_id
 
 DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s of one device: the data sheet's (None where unknown), and a matrix product's measured on all ranks at
+    once.
+    """
+
+    peak: float | None
+    measured: float
 
 
 class Session:
@@ -75,7 +86,8 @@ class Session:
         report_failure(self.folder, error, rank=self.rank)
         leave(EXIT_FAILED)
 
-    def say(self, text: str = "") -> None:
-        """Print on rank 0 only."""
-        if self.rank == 0:
-            print(text, flush=True)
+
+def announce(text: str) -> None:
+    """Print on rank 0 only, also before a session is open."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)

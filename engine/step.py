@@ -25,8 +25,9 @@ class Trainer(Protocol):
     """The one signature over PipelineEngine and DeepSpeedEngine. Every method is called on all ranks alike."""
 
     engine: Any
-    module: torch.nn.Module
 
+    @property
+    def module(self) -> torch.nn.Module: ...
     @property
     def holds_data(self) -> bool: ...
     @property

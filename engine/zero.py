@@ -1,4 +1,6 @@
-"""DeepSpeed's plain engine around the sequential model: ZeRO 2 and 3, with tensor parallelism through an mpu, without pipeline."""
+"""DeepSpeed's plain engine around the sequential model: ZeRO 2 and 3, with tensor parallelism through an mpu,
+without pipeline.
+"""
 
 from __future__ import annotations
 

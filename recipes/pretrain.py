@@ -1,8 +1,8 @@
 """Pretrain a transformer across tensor, pipeline and data parallelism.
 
-    deepspeed --num_gpus 8 recipes/pretrain.py model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
-    torchrun --nproc-per-node 4 recipes/pretrain.py experiment=stdlib_tp2_pp2
-    python recipes/pretrain.py model=llama_tiny
+deepspeed --num_gpus 8 recipes/pretrain.py model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
+torchrun --nproc-per-node 4 recipes/pretrain.py experiment=stdlib_tp2_pp2
+python recipes/pretrain.py model=llama_tiny
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
+
 from conf.schema import Config
 from parallel.plan import ParallelPlan
 
 
 def run(config: Config, plan: ParallelPlan) -> int:
     """Config and plan are valid here; torch is imported from here on."""
-    from engine.build import build_trainer
-    from engine.loop import train
-    from engine.sample import sample_text
-    from engine.session import Session
-    from engine.summary import RunSummary
+    from corpus.batches import require_batch
     from corpus.prepare import prepare
+    from engine.build import build_trainer
+    from engine.failure import refuse
+    from engine.loop import train
+    from engine.records import RunRecords
+    from engine.sample import sample_text
+    from engine.session import Session, announce
 
-    with Session(config, plan) as session:
-        summary = RunSummary(session)
-        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=session.say)
-        summary.start(corpus)
+    try:
+        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+    with Session(config, plan) as session, RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records:
         trainer = build_trainer(
-            config, plan, session.groups,
-            streams=session.streams, device=session.device, num_micro_batches=plan.num_micro_batches_at(0),
+            config, plan, session.groups, streams=session.streams, device=session.device,
+            num_micro_batches=plan.num_micro_batches_at(0),
         )  # fmt: skip
-        for report in train(
-            trainer, config=config, plan=plan, groups=session.groups, streams=session.streams,
-            training=corpus.train, validation=corpus.validation, device=session.device,
-            peak_flops=summary.peak_flops, measured_rate=summary.measured_rate,
-        ):  # fmt: skip
-            summary.write(report)
-        if config.train.sample_tokens > 0:
-            summary.sample = sample_text(trainer, session, corpus.tokenizer)
-        summary.finish()
+        for report in train(trainer, session, training=corpus.train, validation=corpus.validation, rates=records.rates):
+            records.write(report)
+        sample = sample_text(trainer, session, corpus.tokenizer) if config.train.sample_tokens > 0 else None
+        records.finish(sample)
     return 0
 
 

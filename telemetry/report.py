@@ -39,7 +39,9 @@ class EvaluationReport:
 
 
 def as_metrics(report: StepReport | EvaluationReport) -> dict[str, Any]:
-    """Flat names shared by metrics.jsonl and wandb: train/loss, train/step_time_s, ..., validation/loss, step, tokens."""
+    """Flat names shared by metrics.jsonl and wandb: train/loss, train/step_time_s, ..., validation/loss, step,
+    tokens.
+    """
     prefix = "train" if isinstance(report, StepReport) else "validation"
     values = asdict(report)
     shared = {name: values.pop(name) for name in ("step", "tokens")}

@@ -85,8 +85,8 @@ def duration(seconds: float) -> str:
 class Sinks:
     """All sinks of a run, closed at the end of the `with` block and told whether it ended in an exception.
 
-    The first failure of each is reported on stderr and that sink is left out from then on. `summary` is what the closing
-    sinks store for the whole run.
+    The first failure of each is reported on stderr and that sink is left out from then on. `summary` is what the
+    closing sinks store for the whole run.
     """
 
     def __init__(self, sinks: Sequence[Sink]):

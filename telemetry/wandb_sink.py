@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from conf.schema import WandbConfig, WandbMode
 from telemetry.report import EvaluationReport, StepReport, as_metrics
@@ -61,11 +61,14 @@ def open_wandb(
     try:
         import wandb
     except ImportError as error:
-        return _without(f"wandb cannot be imported ({error}); metrics.jsonl has everything")
+        print(f"warning: wandb cannot be imported ({error}); metrics.jsonl has everything", file=sys.stderr)
+        return None
     name = shortened(settings.name or default_name, LONGEST_NAME, "name")
     tags = [shortened(tag, LONGEST_TAG, "tag") for tag in settings.tags]
     group = shortened(settings.group or experiment, LONGEST_NAME, "group")
-    modes = ["online", "offline"] if settings.mode is WandbMode.online else ["offline"]
+    modes: list[Literal["online", "offline"]] = (
+        ["online", "offline"] if settings.mode is WandbMode.online else ["offline"]
+    )
     for mode in modes:
         try:
             with warnings.catch_warnings():
@@ -89,9 +92,5 @@ def open_wandb(
             return WandbSink(run)
         except Exception as error:  # anything wandb raises must not end a training run; it is reported
             print(f"warning: wandb mode={mode} failed: {error!r}", file=sys.stderr, flush=True)
-    return _without("wandb is off for this run; metrics.jsonl has everything")
-
-
-def _without(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    print("warning: wandb is off for this run; metrics.jsonl has everything", file=sys.stderr, flush=True)
     return None

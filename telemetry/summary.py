@@ -1,0 +1,108 @@
+"""What a run prints at its start and at its end, as text. Values in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from conf.schema import Config
+from parallel.plan import ParallelPlan
+from telemetry.report import EvaluationReport, StepReport
+from telemetry.sinks import duration
+from telemetry.tables import size, table
+
+WARM_STEPS = 2  # first steps that medians leave out: allocation, first use of kernels
+
+
+@dataclass
+class Outcome:
+    """What the reports of a run amount to. Give every report to `add`."""
+
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation: list[EvaluationReport] = field(default_factory=list)
+    skipped: int = 0
+    steps: list[StepReport] = field(default_factory=list)
+
+    def add(self, report: StepReport | EvaluationReport) -> None:
+        if isinstance(report, EvaluationReport):
+            self.validation.append(report)
+            return
+        self.steps.append(report)
+        self.first_loss = report.loss if self.first_loss is None else self.first_loss
+        self.last_loss = report.loss
+        self.skipped += report.skipped
+
+    def median_of(self, name: str) -> float | None:
+        """Median of a step value, warm-up steps left out; None where it is unknown."""
+        steps = self.steps[WARM_STEPS:] or self.steps
+        values = [getattr(step, name) for step in steps if getattr(step, name) is not None]
+        return median(values) if values else None
+
+    def as_summary(self) -> dict[str, Any]:
+        """Flat numbers for sinks that keep one set a run."""
+        best = min((report.loss for report in self.validation), default=None)
+        last = self.validation[-1].loss if self.validation else None
+        return {
+            "final/train_loss": self.last_loss,
+            "final/validation_loss": last,
+            "best/validation_loss": best,
+            "median/tokens_per_s": self.median_of("tokens_per_s"),
+            "median/step_time_s": self.median_of("step_time_s"),
+            "median/mfu": self.median_of("mfu"),
+            "median/mfu_of_measured_rate": self.median_of("mfu_of_measured_rate"),
+            "skipped_steps": self.skipped,
+        }
+
+
+def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device_name: str) -> str:
+    """Model, plan and stages in a few lines."""
+    batches = f"{plan.global_batch_size} samples = {plan.data_parallel_size} data ranks x {plan.num_micro_batches} "
+    batches += f"micro-batches x {plan.micro_batch_size}"
+    stages = ", ".join(f"{last - first}" for first, last in plan.stage_blocks)
+    lines = [
+        f"model     {config.model.name}: {parameters:,} parameters, {config.model.family.value}, "
+        f"{config.model.num_layers} layers x {config.model.hidden_size}, {config.precision.dtype.value}",
+        f"plan      {config.parallel.name}: tp={plan.tensor_model_parallel_size}"
+        f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage}, {plan.schedule}, recompute {plan.recompute}"
+        + (", sequence parallel" if plan.sequence_parallel else ""),
+        f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
+        f"batch     {batches}, {config.data.sequence_length} tokens each",
+        f"device    {plan.world_size} x {device_name}",
+    ]
+    return "\n".join([*lines, *(f"warning   {warning}" for warning in plan.warnings)])
+
+
+def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:
+    """Predicted and measured bytes of each rank."""
+    rows = [
+        (rank, size(guess), size(real), f"{real / guess:.2f}")
+        for rank, (guess, real) in enumerate(zip(predicted, measured, strict=True))
+    ]
+    return table(("rank", "memory predicted", "measured", "ratio"), rows)
+
+
+def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[str, Path]) -> str:
+    """The last page of a run."""
+    lines = ["", f"train loss       {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"]
+    if outcome.validation:
+        first, last = outcome.validation[0].loss, outcome.validation[-1].loss
+        lines.append(f"validation loss  {first:.4f} -> {last:.4f}")
+    tokens_per_s, step_time = outcome.median_of("tokens_per_s"), outcome.median_of("step_time_s")
+    lines.append(f"speed            {tokens_per_s:,.0f} tokens/s, {step_time:.2f} s a step (medians)")
+    mfu, of_measured = outcome.median_of("mfu"), outcome.median_of("mfu_of_measured_rate")
+    if mfu is not None:
+        lines.append(f"MFU              {mfu:.1%} of the data sheet's peak (model FLOPs, recomputation excluded)")
+    if of_measured is not None:
+        lines.append(f"MFU              {of_measured:.1%} of the matrix rate measured here (recomputation excluded)")
+    if outcome.skipped:
+        lines.append(f"skipped steps    {outcome.skipped}")
+    total = sum(step.step_time_s for step in outcome.steps)
+    lines += [f"time             {duration(total)} in {len(outcome.steps)} steps", "", memory]
+    if sample is not None:
+        lines += ["", "a sample of the model's own text:", *(f"    {line}" for line in sample.splitlines())]
+    lines += ["", "files:", *(f"    {what:<10} {path}" for what, path in files.items())]
+    return "\n".join(lines)
