@@ -71,8 +71,8 @@ def require_batch(dataset: Dataset, *, global_batch_size: int) -> None:
     """ValueError where one global batch would have to repeat a sample."""
     if len(dataset) < global_batch_size:
         raise ValueError(
-            f"the corpus holds {len(dataset)} samples of data.sequence_length={dataset.sequence_length}, fewer than "
-            f"one batch of train.global_batch_size={global_batch_size}; add text or lower either"
+            f"the corpus gives {len(dataset)} samples of data.sequence_length={dataset.sequence_length} before one "
+            f"repeats, fewer than one batch of train.global_batch_size={global_batch_size}; add text or lower either"
         )
 
 

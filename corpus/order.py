@@ -36,7 +36,7 @@ def permute(index: int, *, size: int, key: int) -> int:
     """The image of `index` under the permutation of range(size) that `key` names."""
     if not 0 <= index < size:
         raise ValueError(f"index={index} is outside a permutation of {size}")
-    half = max(4, (max(size - 1, 1).bit_length() + 1) // 2)  # at least 256 places: tiny domains mix badly
+    half = max(3, (max(size - 1, 1).bit_length() + 1) // 2)  # at least 64 places: tiny domains mix badly
     low = (1 << half) - 1
     while True:
         left, right = index >> half, index & low

@@ -62,7 +62,7 @@ def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> It
         value, problem = row.value, row.problem
         payload = b""
         if problem is None and value is not None and not isinstance(value, str):
-            problem = f"the text is {type(value).__name__} {str(value)[:40]!r}, not a string"
+            problem = f"the text is {type(value).__name__} {repr(value)[:40]}, not a string"
         if problem is None and isinstance(value, str):
             try:
                 payload = value.encode()

@@ -31,8 +31,8 @@ def table(corpus: PreparedCorpus) -> str:
             )
         counts = source.manifest["counts"]
         notes.append(
-            f"{source.label}: {counts['rows']:,} rows, left out {counts['empty']:,} empty, {counts['absent']:,} without "
-            f"text, {counts['bad']:,} broken; {source.dropped_tokens:,} targets at the end fill no sample"
+            f"{source.label}: {counts['rows']:,} rows, left out {counts['empty']:,} empty, {counts['absent']:,} without"
+            f" text, {counts['bad']:,} broken; {source.dropped_tokens:,} targets at the end fill no sample"
         )
         if counts["first_bad"]:
             notes.append(f"  first broken row: {counts['first_bad']}")

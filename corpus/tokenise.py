@@ -53,17 +53,25 @@ def split_documents(found: Iterable[Document], *, fraction: float) -> Iterator[t
 
 
 def pieces(text: str, *, split: str, size: int = PIECE_CHARACTERS) -> Iterator[Piece]:
-    """Cuts a long document after a newline between two other characters that are not spaces; pre-tokenizers of the GPT
-    kind never join across such a place, so the ids are those of the whole text."""
+    """Cuts a long document where the ids stay those of the whole: pre-tokenizers of the GPT kind join nothing across
+    the places that `_boundary` takes. A stretch of `size` characters without one is cut at its end all the same."""
     start = 0
     while len(text) - start > size:
-        cut = text.rfind("\n", start + 1, start + size)
-        while cut > start and (text[cut - 1].isspace() or text[cut + 1].isspace()):
-            cut = text.rfind("\n", start + 1, cut)
-        cut = cut + 1 if cut > start else start + size
+        cut = _boundary(text, start, start + size)
         yield Piece(text[start:cut], split, False)
         start = cut
     yield Piece(text[start:], split, True)
+
+
+def _boundary(text: str, start: int, stop: int) -> int:
+    """The last place in (start, stop) after a newline, else before a space, with no other space beside; else stop."""
+    for mark, after in (("\n", 1), (" ", 0)):
+        place = text.rfind(mark, start + 1, stop)
+        while place > start and (text[place - 1].isspace() or text[place + 1].isspace()):
+            place = text.rfind(mark, start + 1, place)
+        if place > start:
+            return place + after
+    return stop
 
 
 def tokenise(

@@ -8,6 +8,7 @@ Training does the same by itself when the files are not there; this recipe does 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -23,9 +24,12 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.prepare import prepare
     from corpus.summary import table
 
-    corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=print)
+    speaks = os.environ.get("RANK", "0") == "0"
+    progress = (lambda line: print(line, flush=True)) if speaks else None
+    corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=progress)
     require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-    print(table(corpus))
+    if speaks:
+        print(table(corpus))
     return 0
 
 
