@@ -17,9 +17,8 @@ class Family(str, Enum):
     llama = "llama"
 
 
-class Schedule(str, Enum):
-    one_f_one_b = "1f1b"
-    dualpipev = "dualpipev"
+# Members go by the name that is typed, and "1f1b" is no Python name.
+Schedule = Enum("Schedule", {"1f1b": "1f1b", "dualpipev": "dualpipev"}, type=str)
 
 
 class Recompute(str, Enum):
@@ -39,6 +38,11 @@ class LRSchedule(str, Enum):
     linear = "linear"
     cosine = "cosine"
     wsd = "wsd"
+
+
+class LRUnit(str, Enum):
+    steps = "steps"
+    tokens = "tokens"
 
 
 class BadLine(str, Enum):
@@ -69,7 +73,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False  # the output head shares the word embedding's weight
     norm_epsilon: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_scaling: Optional[dict[str, Any]] = None  # transformers' rope_scaling: {rope_type: linear|llama3, factor: ...}
+    rope_scaling: Optional[dict[str, Any]] = field(default_factory=dict)  # transformers': {rope_type: linear, factor: 2}
     hidden_dropout: float = 0.0  # dropout on embeddings and on each residual branch
     attention_dropout: float = 0.0  # dropout on attention probabilities
     init_std: float = 0.02  # standard deviation of initial weights; residual outputs use it / sqrt(2 num_layers)
@@ -85,7 +89,7 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel degree: ranks that share every matrix
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
-    schedule: Schedule = Schedule.one_f_one_b  # order of micro-batches: 1f1b or dualpipev
+    schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b or dualpipev
     stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
@@ -136,7 +140,7 @@ class DataConfig:
     mask_documents: bool = True  # attention and positions restart at each document inside a sample
     bad_lines: BadLine = BadLine.fail  # broken rows: fail with file and row, or skip and count
     cache_dir: str = "runs/corpus"  # where tokenised corpora are kept, relative to the calling folder
-    num_workers: int = 0  # tokenising processes; 0: one a core
+    num_workers: int = 0  # chunks of text tokenised at once; 0: one a core
     wait_timeout_s: float = 1800.0  # how long ranks wait for the one that prepares, in seconds
 
 
@@ -163,7 +167,7 @@ class TrainConfig:
     lr: float = 3e-4  # peak learning rate
     min_lr_ratio: float = 0.1  # last learning rate over the peak
     lr_schedule: LRSchedule = LRSchedule.cosine  # shape after warm-up
-    lr_unit: str = "steps"  # what warm-up, decay and stable lengths count: steps or tokens
+    lr_unit: LRUnit = LRUnit.steps  # what warm-up, decay and stable lengths count: steps or tokens
     lr_warmup: int = 0  # length of linear warm-up, in lr_unit
     lr_decay: Optional[int] = None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: the run's end
     eval_interval: int = 50  # steps between evaluations; 0: never
@@ -218,6 +222,20 @@ class RunConfig:
 
 
 @dataclass
+class BenchmarkConfig:
+    """What recipes/benchmark.py compares, on the model, batch and precision of the rest of the config."""
+
+    plans: list[str] = field(
+        default_factory=lambda: ["tp1", "dp2", "dp2_zero1", "pp2", "pp2_dualpipev", "tp2"]
+    )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, dualpipev
+    peers: bool = True  # measure each plan beside programs of other packages that split the model the same way
+    warmup_steps: int = 2  # optimizer steps of each contender before anything is measured
+    steps: int = 2  # measured optimizer steps of a contender in one round
+    rounds: int = 5  # rounds; contenders on one mesh take turns in each
+    cores: Optional[int] = None  # CPU: threads over all ranks of a contender; null: the cores of this process
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -229,4 +247,5 @@ class Config:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     seed: int = 1234  # of initial weights, data order and dropout

@@ -1,0 +1,172 @@
+"""The command line of every recipe: Hydra's, made fit for launchers that start many ranks.
+
+    if __name__ == "__main__":
+        main(run)                      # run(config: Config, plan: ParallelPlan) -> int | None
+
+Config and plan are checked here, before `run` imports torch, so that a fault ends in a second, with all its lines printed
+once by rank 0 and exit code 2. Hydra composes; it makes no folders, changes no directory and sets up no logging.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from conf import overrides
+from conf.help import page
+from conf.knobs import CONF, options
+from conf.load import ConfigError, range_problems, typed
+from conf.schema import Config
+from parallel import rules
+from parallel.hardware import device_kind
+from parallel.plan import ParallelPlan
+
+Entry = Callable[[Config, ParallelPlan], int | None]
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(entry: Entry) -> None:
+    """Run the recipe on this rank and exit with its code (None is 0); 2 for a bad config, 130 for Ctrl-C."""
+    argv = without_launcher_arguments(sys.argv[1:])
+    sys.argv[1:] = argv
+    try:
+        code = _main(entry, argv)
+    except ConfigError as error:
+        code = _refuse(error.problems)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
+
+
+def without_launcher_arguments(argv: Sequence[str]) -> list[str]:
+    """Drop --local_rank=N, --local-rank=N and --local_rank N, which launchers append: the rank is in LOCAL_RANK."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("--local_rank", "--local-rank"):
+            next(words, None)
+        elif not word.startswith(("--local_rank=", "--local-rank=")):
+            kept.append(word)
+    return kept
+
+
+def world() -> tuple[int, int]:
+    """(rank, world size) as the launcher says in RANK and WORLD_SIZE; one rank without them."""
+    found = []
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not text.isdigit():
+            raise ConfigError([f"{name}={text!r} is not a number; start through deepspeed or torchrun, or unset it"])
+        found.append(int(text))
+    rank, size = found
+    if rank >= size:
+        raise ConfigError([f"RANK={rank} is not below WORLD_SIZE={size}; ranks are 0 to {size - 1}"])
+    return rank, size
+
+
+def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
+    """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
+
+    config_dir: a folder of more YAML groups.
+    """
+    folders = [CONF] if config_dir is None else [CONF, Path(config_dir).resolve()]
+    problems = overrides.problems(arguments, options=options(folders))
+    if problems:
+        raise ConfigError(problems)
+    register()
+    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{folders[1]}]"]
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return typed(compose("config", [*extra, *overrides.opened(arguments)]))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError([overrides.explain(error)]) from None
+
+
+def register() -> None:
+    """Tell Hydra the schema that config.yaml builds on."""
+    ConfigStore.instance().store("config_schema", Config)
+
+
+def _main(entry: Entry, argv: Sequence[str]) -> int:
+    rank, world_size = world()
+    flags = _flags(argv)
+    asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
+    if asks and rank > 0:
+        return 0
+    if flags.help:
+        print(page(os.path.relpath(sys.argv[0])), end="")
+        return 0
+    if flags.hydra_help or flags.shell_completion:
+        return _hydra(lambda cfg: None)
+    if flags.multirun and world_size > 1:
+        raise ConfigError([f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"])
+    if flags.multirun or asks:
+        problems = overrides.problems(flags.overrides, options=options())
+        if problems:
+            raise ConfigError(problems)
+        return _sweep() if flags.multirun else _hydra(lambda cfg: None)
+    config = compose_config(flags.overrides, config_dir=flags.config_dir)
+    device = device_kind()
+    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+    if problems:
+        raise ConfigError(problems)
+    return entry(config, ParallelPlan.from_config(config, world_size, device=device)) or 0
+
+
+def _flags(argv: Sequence[str]) -> Namespace:
+    parser = get_args_parser()
+
+    def error(message: str) -> NoReturn:
+        raise ConfigError([f"{message}; see --help"])
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser.parse_args(argv)
+
+
+def _hydra(task: Callable[[DictConfig], None]) -> int:
+    """Let Hydra itself serve the command line."""
+    register()
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
+    return 0
+
+
+def _sweep() -> int:
+    """-m: each job in a process of its own, one after the other, so that no state passes on; the worst exit code."""
+    codes: list[int] = []
+
+    def job(cfg: DictConfig) -> None:
+        command = [sys.executable, sys.argv[0], *HydraConfig.get().overrides.task]
+        print(f"job {len(codes)}: {shlex.join(command)}", flush=True)
+        codes.append(subprocess.run(command, check=False).returncode)
+
+    _hydra(job)
+    failed = sum(code != 0 for code in codes)
+    print(f"{len(codes) - failed} of {len(codes)} jobs succeeded")
+    return max((abs(code) for code in codes), default=0)
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    """Print on rank 0. The other ranks wait for it: a launcher ends all ranks when the first one leaves."""
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(f"error: {line}" for line in problems), file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    return EXIT_CONFIG

@@ -1,0 +1,146 @@
+"""A composed Hydra config -> the typed Config, checked field by field; and what is logged and compared of it.
+
+Nothing downstream sees a DictConfig. Not here: rules between fields and ranks (`parallel.rules`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import Config
+
+
+class ConfigError(ValueError):
+    """A config that cannot be; `problems` holds one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number may be, and how that reads."""
+
+    holds: Callable[[float], bool]
+    text: str
+
+
+POSITIVE = Range(lambda x: x > 0, "must be positive")
+AT_LEAST_0 = Range(lambda x: x >= 0, "must be 0 or more")
+SHARE = Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")
+UP_TO_1 = Range(lambda x: 0 <= x <= 1, "must be from 0 to 1")
+
+RANGES: dict[Range, str] = {
+    POSITIVE: """
+        model.vocab_size model.hidden_size model.num_layers model.num_attention_heads model.num_key_value_heads
+        model.head_dim model.ffn_hidden_size model.max_position_embeddings model.norm_epsilon model.rope_theta
+        model.init_std model.make_vocab_size_divisible_by
+        parallel.tp parallel.pp parallel.version parallel.recompute_interval
+        zero.bucket_size precision.loss_scale_window precision.min_loss_scale
+        data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents
+        optimizer.epsilon
+        train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
+        cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s
+        telemetry.log_interval telemetry.wandb.init_timeout_s
+    """,
+    AT_LEAST_0: """
+        precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
+        train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
+    """,
+    SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
+    UP_TO_1: "train.min_lr_ratio",
+    Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
+}
+
+
+def load(cfg: DictConfig) -> Config:
+    """The typed Config with every number in its range. Raises ConfigError with every problem."""
+    config = typed(cfg)
+    problems = range_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def typed(cfg: DictConfig) -> Config:
+    """The typed Config, interpolations resolved. Raises ConfigError with every missing value."""
+    missing = sorted(OmegaConf.missing_keys(cfg))
+    if missing:
+        raise ConfigError([f"{key} has no value; set {key}=..." for key in map(_dotted, missing)])
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError([" ".join(str(error).split())]) from None
+    assert isinstance(config, Config)
+    return config
+
+
+def _dotted(key: str) -> str:
+    """OmegaConf's data.sources[0].path as it is typed: data.sources.0.path."""
+    return key.replace("[", ".").replace("]", "")
+
+
+def range_problems(config: Config) -> list[str]:
+    """One line for each number that is out of its range, whatever the others are."""
+    rules = {name: limit for limit, names in RANGES.items() for name in names.split()}
+    problems = []
+    for key, value in leaves(config):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        plain = ".".join(part for part in key.split(".") if not part.isdigit())
+        if not math.isfinite(value):
+            problems.append(f"{key}={value} is not a finite number")
+        elif plain in rules and not rules[plain].holds(value):
+            problems.append(f"{key}={_shown(value)} {rules[plain].text}")
+    if not config.data.sources:
+        problems.append("data.sources=[] names no corpus; give at least one source")
+    return problems
+
+
+def _shown(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in a dataclass, lists and dicts by index and key."""
+    if is_dataclass(value):
+        children: Any = ((field.name, getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, dict):
+        children = value.items()
+    elif isinstance(value, list):
+        children = enumerate(value)
+    else:
+        yield prefix, value
+        return
+    for name, child in children:
+        yield from leaves(child, f"{prefix}.{name}" if prefix else str(name))
+
+
+def to_plain(value: Any) -> Any:
+    """A Config as plain dicts, lists, numbers and strings, for JSON, YAML and wandb."""
+    if is_dataclass(value):
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): to_plain(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [to_plain(child) for child in value]
+    return value
+
+
+def fingerprint(config: Config) -> str:
+    """sha256 of what determines the numbers a run computes: all but `run` and `telemetry`, as canonical JSON."""
+    plain = {key: value for key, value in to_plain(config).items() if key not in ("run", "telemetry")}
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

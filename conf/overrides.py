@@ -1,0 +1,102 @@
+"""The command line's overrides, checked one by one before Hydra composes them, so that all faults show at once.
+
+Hydra's grammar and types stay the judge; what is added is that no key may appear that the schema does not have (Hydra's
+`+key` would), and that a typo names what was probably meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Sweep
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.knobs import did_you_mean, is_known, knobs, names
+from conf.schema import Config
+
+
+def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line for each override that cannot be; `options`: the YAML groups and what each offers."""
+    parser = OverridesParser.create()
+    lines = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            reason = [line for line in str(error).splitlines() if line and not line.startswith("See ")][-1].strip()
+            if "=" not in text:
+                reason = "it has no value"
+            lines.append(f"cannot read {text!r}: {reason}; write key=value (quote brackets and spaces for the shell)")
+            continue
+        line = _problem(override, text, options)
+        if line is not None:
+            lines.append(line)
+    return lines
+
+
+def opened(overrides: Sequence[str]) -> list[str]:
+    """The same, with ++ before keys of free dicts (model.rope_scaling), which Hydra else closes to new keys."""
+    free = [knob.key for knob in knobs() if knob.open_below]
+    return [
+        f"++{text}" if any(text.startswith((f"{key}=", f"{key}.")) for key in free) else text for text in overrides
+    ]
+
+
+def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]) -> str | None:
+    key = override.key_or_group
+    if key.split(".")[0].split("/")[0] == "hydra":
+        return None
+    if key in options and (not is_known(key) or _names_option(override)):
+        return _option_problem(override, options[key])
+    if not is_known(key):
+        return f"{key} is not a knob{did_you_mean(key, [*options, *names()])}"
+    if override.is_delete() or override.is_sweep_override():
+        return None
+    return _value_problem(key, override.value(), text)
+
+
+def _names_option(override: Override) -> bool:
+    """model=llama_8b names an option; model={hidden_size: 8} sets values."""
+    return not isinstance(override.value(), dict)
+
+
+def _option_problem(override: Override, offered: Sequence[str]) -> str | None:
+    group, value = override.key_or_group, override.value()
+    if override.is_add() and override.package is None:
+        return f"+{group}: {group} is chosen already; write {group}={override.get_value_string()} without the +"
+    if override.is_delete() or value is None:
+        return None
+    chosen = value.list if isinstance(value, Sweep) and hasattr(value, "list") else [value]
+    for name in chosen:
+        if isinstance(name, str) and name not in offered:
+            return f"{group}={name} is not an option{did_you_mean(name, offered)}; {group}: {', '.join(offered)}"
+    return None
+
+
+def _value_problem(key: str, value: Any, text: str) -> str | None:
+    """What OmegaConf says to this value alone."""
+    if any(part.isdigit() for part in key.split(".")):
+        return None  # an item of a list that a YAML file may lengthen: left to the composition
+    config = OmegaConf.structured(Config)
+    try:
+        OmegaConf.update(config, key, value, merge=True)
+    except OmegaConfBaseException as error:
+        return f"{text}: {explain(error)}"
+    return None
+
+
+def explain(error: BaseException) -> str:
+    """A Hydra or OmegaConf error in one line, with the nearest key where it is about an unknown one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
+    head = lines[0] if lines else type(error).__name__
+    if cause is not None and full_key is None:
+        return f"{head}: {explain(cause)}"
+    if full_key is not None and not is_known(full_key):
+        return f"{full_key} is not a knob{did_you_mean(full_key, names())}"
+    return f"{head} ({full_key})" if full_key is not None and full_key not in head else head

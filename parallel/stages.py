@@ -1,0 +1,109 @@
+"""Layers to pipeline stages by cost, not by count.
+
+The stage that takes longest sets the pace of a pipeline, so the largest stage cost (FLOPs) is made as small as it can be,
+by dynamic programming; of the cuts that reach it the most even one is taken, and among those the one with the most even
+memory (the first stages hold more micro-batches, and the embedding). Every stage holds at least one block; the head never
+leaves the final norm.
+
+The ordered layer list: 0 embedding, 1..L blocks, L + 1 final norm, L + 2 head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one stage costs: `fixed` beside its blocks, `block` for each of them. FLOPs, and bytes."""
+
+    fixed_flops: int
+    block_flops: int
+    fixed_bytes: int = 0
+    block_bytes: int = 0
+
+    def flops(self, blocks: int) -> int:
+        return self.fixed_flops + blocks * self.block_flops
+
+    def bytes(self, blocks: int) -> int:
+        return self.fixed_bytes + blocks * self.block_bytes
+
+
+def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_limit: int | None = None) -> list[int]:
+    """Blocks per stage, in order, at least `least` each.
+
+    memory_limit, in bytes a stage, is kept where any cut keeps it; where none does it is as if it were absent (the memory
+    ledger then says so). Raises ValueError where there are too few blocks.
+    """
+    if num_blocks < least * len(loads):
+        raise ValueError(f"{num_blocks} blocks cannot fill {len(loads)} stages of at least {least}; use fewer stages")
+    allowed = _within(num_blocks, loads, least, memory_limit)
+    if memory_limit is not None and _solve(num_blocks, loads, allowed, lambda load, n: (0, 0)) is None:
+        allowed = _within(num_blocks, loads, least, None)
+    slowest = _least_maximum(num_blocks, loads, allowed)
+    fast = [[n for n in counts if load.flops(n) <= slowest] for load, counts in zip(loads, allowed, strict=True)]
+    counts = _solve(num_blocks, loads, fast, lambda load, n: (load.flops(n) ** 2, load.bytes(n) ** 2))
+    assert counts is not None
+    return counts
+
+
+def _within(num_blocks: int, loads: Sequence[Load], least: int, memory_limit: int | None) -> list[list[int]]:
+    """The counts each stage may take."""
+    most = num_blocks - least * (len(loads) - 1)
+    return [
+        [n for n in range(least, most + 1) if memory_limit is None or load.bytes(n) <= memory_limit] for load in loads
+    ]
+
+
+def _least_maximum(num_blocks: int, loads: Sequence[Load], allowed: Sequence[Sequence[int]]) -> int:
+    """The smallest possible cost of the slowest stage: binary search over the costs that occur."""
+    costs = sorted({load.flops(n) for load, counts in zip(loads, allowed, strict=True) for n in counts})
+    low, high = 0, len(costs) - 1
+    while low < high:
+        middle = (low + high) // 2
+        # Each stage takes any count from its least up to what the bound allows, so sums are free in between.
+        most = [max((n for n in counts if load.flops(n) <= costs[middle]), default=None) for load, counts in zip(loads, allowed, strict=True)]  # fmt: skip
+        if None not in most and sum(n for n in most if n is not None) >= num_blocks:
+            high = middle
+        else:
+            low = middle + 1
+    return costs[low]
+
+
+def _solve(num_blocks: int, loads, allowed, cost) -> list[int] | None:  # type: ignore[no-untyped-def]
+    """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; None where no counts do."""
+    best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [])}
+    for load, counts in zip(loads, allowed, strict=True):
+        step: dict[int, tuple[tuple[int, int], list[int]]] = {}
+        prices = [(n, cost(load, n)) for n in counts]
+        for done, (paid, taken) in best.items():
+            for n, price in prices:
+                total = done + n
+                if total > num_blocks:
+                    break
+                both = (paid[0] + price[0], paid[1] + price[1])
+                if total not in step or both < step[total][0]:
+                    step[total] = (both, [*taken, n])
+        best = step
+    return best[num_blocks][1] if num_blocks in best else None
+
+
+def fold(counts: Sequence[int], *, head_in_blocks: float) -> list[int]:
+    """Blocks per rank -> per virtual stage of the V schedule: rank r holds stages r and 2 pp - 1 - r.
+
+    `head_in_blocks`: what final norm and head cost, in blocks; they are on rank 0's second stage, which gets fewer blocks.
+    """
+    first = [(n + 1) // 2 for n in counts]
+    even = round((counts[0] + head_in_blocks) / 2)
+    first[0] = min(max(even, 1), counts[0] - 1)
+    return first + [n - f for n, f in zip(reversed(counts), reversed(first), strict=True)]
+
+
+def boundaries(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Blocks per stage -> (first, last + 1) of the ordered layer list, ends included."""
+    cuts = [0]
+    for n in counts:
+        cuts.append(cuts[-1] + n)
+    edges = [0, *(cut + 1 for cut in cuts[1:-1]), cuts[-1] + 3]
+    return tuple(zip(edges[:-1], edges[1:], strict=True))
