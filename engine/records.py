@@ -14,8 +14,8 @@ from conf.load import fingerprint, to_plain
 from engine.device import matmul_rate
 from engine.distributed import gather
 from engine.session import DTYPES, Rates, Session, announce
-from parallel.flops import parameter_count
 from parallel.hardware import peak_flops
+from parallel.sizes import parameter_count
 from telemetry.plot import plot_losses
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.run_folder import identity, write_json

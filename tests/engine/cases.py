@@ -63,6 +63,7 @@ def tiny_config(*, family: Family = Family.llama, tied: bool = False, **changes:
     config.train.lr = 1e-3
     config.train.lr_warmup = 4
     config.zero.stage = 0
+    config.zero.bucket_size = 200_000  # DeepSpeed allocates whole buckets
     for name, value in changes.items():
         group, field = name.split("__")
         assert hasattr(getattr(config, group), field), name
