@@ -20,37 +20,47 @@ from pathlib import Path
 from typing import Any
 
 Progress = Callable[[str], None]
+Build = Callable[[Path, Progress], dict[str, Any]]
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 16  # bytes
 _BLOCKS = 256  # 16 MiB at most are read to check a file
 
 
-def built_once(
-    folder: Path, *, build: Callable[[Path], dict[str, Any]], what: str, timeout_s: float, progress: Progress
-) -> dict[str, Any]:
+def built_once(folder: Path, *, build: Build, what: str, timeout_s: float, progress: Progress) -> dict[str, Any]:
     """The manifest of `folder`, which `build` fills (it returns the manifest) unless a good one is there already.
+    `build` gets a temporary folder and where to say how far it is.
 
     ValueError where another process still builds after timeout_s seconds; errors of `build` pass through.
     """
-    manifest, fault = read_manifest(folder)
+    manifest, _ = read_manifest(folder)
     if manifest is not None:
         return manifest
+    try:
+        return _build(folder, build=build, what=what, timeout_s=timeout_s, progress=progress)
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={folder.parent} cannot be written ({error.strerror or error}); free space or name another"
+        ) from error
+
+
+def _build(folder: Path, *, build: Build, what: str, timeout_s: float, progress: Progress) -> dict[str, Any]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock"), what=what, timeout_s=timeout_s, progress=progress):
+    lock = folder.with_name(folder.name + ".lock")
+    with _locked(lock, what=what, timeout_s=timeout_s, progress=progress) as tell:
         manifest, fault = read_manifest(folder)  # another process may have built it meanwhile
         if manifest is not None:
             return manifest
         for leftover in folder.parent.glob(glob_escape(folder.name) + ".partial-*"):
             shutil.rmtree(leftover)
         if folder.exists():
-            progress(f"{what}: {folder} is damaged ({fault}); building it again")
+            tell(f"{what}: {folder} is damaged ({fault}); building it again")
             aside = folder.with_name(f"{folder.name}.partial-damaged-{os.getpid()}")
             folder.rename(aside)  # processes that have it open keep their pages
             shutil.rmtree(aside)
         partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
         partial.mkdir()
         try:
-            manifest = build(partial)
+            manifest = build(partial, tell)
             _seal(partial, manifest)
             partial.rename(folder)
             _sync_folder(folder.parent)
@@ -63,7 +73,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """(manifest, "") where the folder is whole, else (None, what is wrong with it)."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None, "no manifest"
     except ValueError:
         return None, "its manifest is not JSON"
@@ -118,8 +128,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, *, what: str, timeout_s: float, progress: Progress) -> Iterator[None]:
-    started, told = time.monotonic(), False
+def _locked(path: Path, *, what: str, timeout_s: float, progress: Progress) -> Iterator[Progress]:
+    """Holds the lock; gives the builder's `progress`, whose lines the waiting processes show as well."""
+    started, told = time.monotonic(), ""
     with open(path, "a+") as file:
         while True:
             try:
@@ -127,18 +138,26 @@ def _locked(path: Path, *, what: str, timeout_s: float, progress: Progress) -> I
                 break
             except BlockingIOError:
                 file.seek(0)
-                holder = file.read().strip() or "another process"
+                holder, _, line = file.read().strip().partition("\n")
+                holder = holder or "another process"
             if time.monotonic() - started > timeout_s:
                 raise ValueError(
                     f"data.wait_timeout_s={timeout_s:g} passed while {holder} prepares {what}; raise it, "
                     "or run recipes/prepare.py first"
                 )
-            if not told:
-                progress(f"{what}: waiting for {holder}, which prepares it")
-                told = True
+            line = line or f"{what}: waiting for {holder}, which prepares it"
+            if line != told:
+                progress(line)
+                told = line
             time.sleep(0.1)
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield  # closing the file gives the lock back
+
+        def tell(line: str) -> None:
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n{line}")
+            file.flush()
+            if line:
+                progress(line)
+
+        tell("")
+        yield tell  # closing the file gives the lock back

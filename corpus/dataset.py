@@ -41,15 +41,24 @@ class SampleStream:
     """The samples of one token file.
 
     With mask_documents positions restart at each document and the target of an end-of-document token, which belongs to
-    the next, unrelated document, is masked; without, the stream is one text.
+    the next, unrelated document, is masked; without, the stream is one text. number: of the stream in its blend, so
+    that equal streams get different orders; name: for messages.
     """
 
     def __init__(
-        self, tokens: TokenFile, *, sequence_length: int, seed: int, name: str, shuffle: bool, mask_documents: bool
+        self,
+        tokens: TokenFile,
+        *,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool,
+        mask_documents: bool,
+        number: int = 0,
+        name: str = "the corpus",
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"data.sequence_length={sequence_length} must be at least 1")
-        self.tokens, self.sequence_length, self.name = tokens, sequence_length, name
+        self.tokens, self.sequence_length, self.number = tokens, sequence_length, number
         self.seed, self.shuffle, self.mask_documents = seed, shuffle, mask_documents
         self._samples = max(0, len(tokens) - 1) // sequence_length
         if self._samples == 0:
@@ -71,7 +80,7 @@ class SampleStream:
         epoch, place = divmod(index, self._samples)
         if not self.shuffle:
             return place
-        return permute(place, size=self._samples, key=order_key(self.seed, self.name, epoch))
+        return permute(place, size=self._samples, key=order_key(self.seed, self.number, epoch))
 
     def sample(self, index: int) -> Sample:
         size = self.sequence_length

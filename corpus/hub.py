@@ -1,6 +1,7 @@
 """Rows of Hugging Face datasets: hub names (hf:NAME[/CONFIG], mapped or streamed) and folders of `save_to_disk`.
 
-The `datasets` library is imported here only, and late: local text does not need it.
+The `datasets` library is imported here only, and late: local text does not need it. A hub name is tokenised once and
+its cache is not checked against the hub again: delete the cache folder to take up a newer version.
 """
 
 from __future__ import annotations

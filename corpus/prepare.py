@@ -92,8 +92,8 @@ def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progr
     key = _hash(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
     folder = Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}"
 
-    def build(partial: Path) -> dict[str, Any]:
-        progress(f"training a BPE of {data.bpe_vocab_size} ids")
+    def build(partial: Path, tell: Progress) -> dict[str, Any]:
+        tell(f"training a BPE of {data.bpe_vocab_size} ids")
         texts = _training_texts(data, resolved)
         train_bpe(texts, size=data.bpe_vocab_size).save(str(partial / "tokenizer.json"))
         return {"format": FORMAT, "key": key, "sources": [source.label for source in resolved]}
@@ -126,9 +126,9 @@ def _source(
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.label).strip("-.")[-40:] or "corpus"
     folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
 
-    def build(partial: Path) -> dict[str, Any]:
-        progress(f"{source.label}: tokenising with {tokenizer.name}")
-        manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=progress)
+    def build(partial: Path, tell: Progress) -> dict[str, Any]:
+        tell(f"{source.label}: tokenising with {tokenizer.name}")
+        manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=tell)
         return {"format": FORMAT, "key": key, **manifest}
 
     manifest = built_once(folder, build=build, what=source.label, timeout_s=data.wait_timeout_s, progress=progress)
@@ -148,6 +148,7 @@ def _blend(
             TokenFile.open(folder, split=split, dtype=manifest["dtype"]),
             sequence_length=data.sequence_length,
             seed=seed,
+            number=number,
             name=f"{split} part of data.sources[{number}]",
             shuffle=split == "train",
             mask_documents=data.mask_documents,

@@ -46,7 +46,8 @@ def split_documents(found: Iterable[Document], *, fraction: float) -> Iterator[t
         text = head[0].text
         cut = text.rfind("\n", 0, int(len(text) * (1 - fraction))) + 1 or int(len(text) * (1 - fraction))
         for part, split in ((text[:cut], "train"), (text[cut:], "validation")):
-            yield head[0]._replace(text=part, num_bytes=len(part.encode())), split
+            if part:
+                yield head[0]._replace(text=part, num_bytes=len(part.encode())), split
         return
     for document in itertools.chain(head, several):
         yield document, "validation" if document.digest < fraction * 2.0**64 else "train"

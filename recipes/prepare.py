@@ -8,7 +8,6 @@ Training does the same by itself when the files are not there; this recipe does 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -23,13 +22,15 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.batches import require_batch
     from corpus.prepare import prepare
     from corpus.summary import table
+    from engine.failure import refuse
+    from engine.session import announce
 
-    speaks = os.environ.get("RANK", "0") == "0"
-    progress = (lambda line: print(line, flush=True)) if speaks else None
-    corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=progress)
-    require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-    if speaks:
-        print(table(corpus))
+    try:
+        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+    except ValueError as error:
+        return refuse(error)
+    announce(table(corpus))
     return 0
 
 

@@ -69,7 +69,7 @@ def token_file(documents: Sequence[Sequence[int]], eod: int = EOD) -> TokenFile:
 
 
 def stream(tokens: TokenFile, *, sequence_length: int, **fields: Any) -> SampleStream:
-    settings: dict[str, Any] = {"seed": 3, "name": "test", "shuffle": True, "mask_documents": True}
+    settings: dict[str, Any] = {"seed": 3, "shuffle": True, "mask_documents": True}
     return SampleStream(tokens, sequence_length=sequence_length, **(settings | fields))
 
 

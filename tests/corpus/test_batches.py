@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from conf.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from corpus.batches import IGNORED, StepBatches, batch, evaluation_batches, micro_batches
+from parallel.plan import ParallelPlan
 from tests.corpus.helpers import Plan, constant_samples, stream, token_file
 
 
@@ -52,6 +54,23 @@ def test_data_ranks_are_disjoint_and_their_union_is_the_start_of_the_epoch_permu
             seen[rank] += ids(micro_batches(dataset, plan=plan, first_sample=8 * step, data_rank=rank))
     assert not set(seen[0]) & set(seen[1])
     assert set(seen[0]) | set(seen[1]) == {dataset.sample_id(i) for i in range(40)} == set(range(40))
+
+
+def test_ranks_of_one_data_rank_read_the_same_samples_wherever_they_sit():
+    config = Config(
+        model=ModelConfig(num_layers=4),
+        parallel=ParallelConfig(tp=2, pp=2),
+        train=TrainConfig(micro_batch_size=2, global_batch_size=8),
+    )
+    plan = ParallelPlan.from_config(config, 8)
+    dataset = constant_samples(40)
+    seen = {}
+    for rank in range(8):
+        _, data_rank, _ = plan.coordinate(rank)
+        got = tuple(ids(micro_batches(dataset, plan=plan, first_sample=8, data_rank=data_rank)))
+        seen.setdefault(data_rank, set()).add(got)
+    assert {len(kinds) for kinds in seen.values()} == {1}  # first and last stage, all tensor ranks
+    assert sorted(i for (kind,) in seen.values() for i in kind) == sorted(dataset.sample_id(i) for i in range(8, 16))
 
 
 def test_files_of_unequal_length_give_equal_step_counts_as_in_case_e2():

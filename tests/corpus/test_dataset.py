@@ -92,7 +92,7 @@ def test_sample_indices_of_case_d5_are_the_same_after_a_resume_in_the_second_epo
 
 
 def test_a_blend_keeps_the_epochs_of_each_stream():
-    small, large = constant_samples(3, name="a"), constant_samples(30, name="b")
+    small, large = constant_samples(3), constant_samples(30)
     blend = Blend([small, large], weights=[1, 1])
     draws = [blend.sample_id(i) for i in range(60)]
     windows = [window for source, window in draws if source == 0]

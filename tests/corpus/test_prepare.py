@@ -167,16 +167,16 @@ def test_a_damaged_cache_is_rebuilt_with_the_same_ids_and_a_message(tmp_path, da
 FOUR_BUILDERS = """
 import os, sys
 from conf.schema import CorpusSource, DataConfig
-from corpus.prepare import prepare
+from corpus import prepare as module
 data = DataConfig(sources=[CorpusSource(path=sys.argv[1])], cache_dir=sys.argv[2], num_workers=1)
 children = []
 for _ in range(4):
     child = os.fork()
     if child == 0:
-        said = []
-        corpus = prepare(data, vocab_size=257, seed=1, progress=said.append)
-        line = f"{sum('tokenising' in text for text in said)} {corpus.fingerprint}\\n"
-        os.write(1, line.encode())
+        builds, tokenise = [], module.tokenise
+        module.tokenise = lambda *args, **fields: builds.append(1) or tokenise(*args, **fields)
+        corpus = module.prepare(data, vocab_size=257, seed=1)
+        os.write(1, f"{len(builds)} {corpus.fingerprint}\\n".encode())
         os._exit(0)
     children.append(child)
 sys.exit(sum(os.waitpid(child, 0)[1] for child in children))
@@ -207,7 +207,7 @@ def test_two_filesystems_are_both_built_and_agree(tmp_path):
 def _hold(path, ready):
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write("process 4 on elsewhere")
+        lock.write("process 4 on elsewhere\nhalf of it is done")
         lock.flush()
         ready.set()
         time.sleep(60)
@@ -223,13 +223,27 @@ def test_a_held_lock_is_waited_for_up_to_the_limit_and_a_dead_holder_does_not_bl
     holder = context.Process(target=_hold, args=(str(tmp_path / "cache" / f"{name}.lock"), ready))
     holder.start()
     assert ready.wait(30)
+    lines: list[str] = []
     try:
         with pytest.raises(ValueError, match=r"data.wait_timeout_s=0.3 passed while process 4 on elsewhere prepares"):
-            prepared(tmp_path, path, wait_timeout_s=0.3)
+            prepare(config(tmp_path, path, wait_timeout_s=0.3), vocab_size=257, seed=7, progress=lines.append)
     finally:
         holder.kill()
         holder.join()
+    assert lines == ["half of it is done"]
     assert len(train_documents(prepared(tmp_path, path, wait_timeout_s=5))) == len(TEXTS)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):
+    path = write_jsonl(tmp_path / "x.jsonl", TEXTS)
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(ValueError, match=r"data.cache_dir=.*cache cannot be written"):
+        prepared(tmp_path, path)
+
+
+def test_a_single_character_cannot_be_split_in_two(tmp_path):
+    with pytest.raises(ValueError, match=r"data.validation_fraction=0.5 leaves no document"):
+        prepared(tmp_path, write_jsonl(tmp_path / "x.jsonl", ["x"]), validation_fraction=0.5)
 
 
 def test_a_failed_build_leaves_nothing_and_the_next_one_works(tmp_path):
