@@ -1,8 +1,9 @@
 """Causal self-attention with heads split over the tensor axis, and what the attention layers of a stage share.
 
 Multi-head, grouped-query (arXiv:2305.13245) and multi-query attention through torch's scaled_dot_product_attention
-(flash kernels where they exist). Packed documents are masked apart. What depends on positions only (mask, cosines and
-sines) is an `AttentionContext`: made once for a micro-batch on a stage, not in each block.
+(flash kernels where they exist), or `model.blocked_attention` on a CPU in fp32. Packed documents are masked apart. What
+depends on positions only (masks, cosines and sines) is an `AttentionContext`: made once for a micro-batch on a stage,
+not in each block.
 
 Shapes: B micro-batch, S sequence, H hidden, N query heads, K key-value heads, D head size; per rank N/T and
 max(1, K/T) heads.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
+from model.blocked_attention import QueryBlock, blocked_attention, plan_blocks
 from model.rotary import Rotary, rotate_and_split
 from model.shape import model_shape
 from model.tensor_parallel.linear import RowParallelLinear
@@ -29,44 +31,54 @@ from parallel.groups import AxisGroup
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """`mask` [B, 1, S, S], added to the scores (None: causal); `cos`, `sin` for Rotary (None: learned positions)."""
+    """What the blocks of a stage share for one micro-batch.
 
+    `blocks`: the plan of `model.blocked_attention`; None: scaled_dot_product_attention with `mask` [B, 1, S, S] added
+    to the scores (None: causal). `cos`, `sin` of Rotary (None: learned positions).
+    """
+
+    blocks: tuple[QueryBlock, ...] | None
     mask: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
 
 
 def attention_context(
-    length: int, positions_BS: Tensor | None, *, rotary: Rotary | None, device: torch.device, dtype: torch.dtype
+    length: int,
+    positions_BS: Tensor | None,
+    *,
+    rotary: Rotary | None,
+    blocked: bool,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> AttentionContext:
     """The context of one micro-batch. `positions_BS` restart at 0 with each document; None: one document, from 0."""
-    mask = None if positions_BS is None else document_mask(positions_BS, dtype=dtype)
-    if rotary is None:
-        return AttentionContext(mask, None, None)
-    cos, sin = rotary(length, None if mask is None else positions_BS, device=device, dtype=dtype)
-    return AttentionContext(mask, cos, sin)
+    if positions_BS is not None and device.type == "cpu" and _one_document(positions_BS):
+        positions_BS = None  # on an accelerator the question would make the host wait
+    starts_BS = None if positions_BS is None else document_starts(positions_BS)
+    cos, sin = (None, None) if rotary is None else rotary(length, positions_BS, device=device, dtype=dtype)
+    if blocked:
+        return AttentionContext(plan_blocks(length, starts_BS, dtype=dtype), None, cos, sin)
+    return AttentionContext(None, None if starts_BS is None else document_mask(starts_BS, dtype=dtype), cos, sin)
 
 
-def document_mask(positions_BS: Tensor, *, dtype: torch.dtype) -> Tensor | None:
-    """[B, 1, S, S] of 0 where query i sees key j (j <= i, same document) and -inf elsewhere.
-
-    None where no document starts inside a sample, so that the causal kernel serves; looked for on the CPU only, since
-    on an accelerator the answer would make the host wait.
-    """
-    starts_BS = positions_BS == 0
-    starts_BS[:, 0] = True  # a sample may begin inside a document
-    if positions_BS.device.type == "cpu" and int(starts_BS.sum()) == starts_BS.shape[0] and _from_zero(positions_BS):
-        return None
-    document_BS = starts_BS.cumsum(1)
-    length = positions_BS.shape[1]
-    causal_SS = torch.ones(length, length, dtype=torch.bool, device=positions_BS.device).tril_()
-    seen_BSS = (document_BS[:, :, None] == document_BS[:, None, :]).logical_and_(causal_SS)
-    mask_BSS = torch.zeros(seen_BSS.shape, dtype=dtype, device=positions_BS.device)
-    return mask_BSS.masked_fill_(seen_BSS.logical_not_(), -torch.inf).unsqueeze(1)
+def _one_document(positions_BS: Tensor) -> bool:
+    """Whether every sample is one document from its first token on."""
+    return bool((positions_BS == torch.arange(positions_BS.shape[1])).all())
 
 
-def _from_zero(positions_BS: Tensor) -> bool:
-    return not bool(positions_BS[:, 0].any())
+def document_starts(positions_BS: Tensor) -> Tensor:
+    """[B, S] index in the sample of the first token of each token's document; a sample may begin inside a document."""
+    index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    return torch.where(positions_BS == 0, index_S, 0).cummax(1).values
+
+
+def document_mask(starts_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, S] of 0 where query i sees key j (start of i's document <= j <= i) and -inf elsewhere."""
+    index_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
+    hidden_BSS = (index_S < starts_BS[:, :, None]) | (index_S > index_S[:, None])
+    mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=starts_BS.device)
+    return mask_BSS.masked_fill_(hidden_BSS, -torch.inf).unsqueeze(1)
 
 
 class Attention(nn.Module):
@@ -134,11 +146,14 @@ class Attention(nn.Module):
                 qkv_BSND, context.cos, context.sin, query_heads=heads[0], key_value_heads=heads[1]
             )
         else:
-            q, k, v = qkv_BSND.split([heads[0], heads[1], heads[1]], dim=2)
+            q, k, v = qkv_BSND.transpose(1, 2).split([heads[0], heads[1], heads[1]], dim=1)
+        if context.blocks is not None:
+            out_BSND = blocked_attention(q.contiguous(), k.contiguous(), v.contiguous(), blocks=context.blocks)
+            return out_BSND.view(batch, length, -1)
         out_BNSD = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
+            q,
+            k,
+            v,
             attn_mask=context.mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=context.mask is None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -71,8 +72,11 @@ class Block(nn.Module):
     def context(self, hidden_BSH: Tensor, positions_BS: Tensor | None) -> AttentionContext:
         """What this block, and any other block of the model, needs to know of the micro-batch's positions."""
         length = hidden_BSH.shape[1] * (self.tensor.size if self.sequence_parallel else 1)
+        device, dtype = hidden_BSH.device, hidden_BSH.dtype
+        dropout = self.training and self.attention.dropout > 0
+        blocked = device.type == "cpu" and dtype in (torch.float32, torch.float64) and not dropout
         return attention_context(
-            length, positions_BS, rotary=self.rotary, device=hidden_BSH.device, dtype=hidden_BSH.dtype
+            length, positions_BS, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype
         )
 
     def _add(self, hidden_BSH: Tensor, branch_BSH: Tensor) -> Tensor:

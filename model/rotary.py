@@ -84,20 +84,25 @@ class _RotateAndSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, query_heads: int, key_value_heads: int):  # type: ignore[override]
         ctx.save_for_backward(cos, sin)
-        rotated = query_heads + key_value_heads
-        out = qkv.new_empty((*qkv.shape[:-2], rotated, qkv.shape[-1]))
-        _rotate(qkv[..., :rotated, :], cos, sin, out)
-        return out[..., :query_heads, :], out[..., query_heads:, :], qkv[..., rotated:, :].clone()
+        batch, length, _, size = qkv.shape
+        parts = qkv.split([query_heads, key_value_heads, key_value_heads], dim=2)
+        q = qkv.new_empty((batch, query_heads, length, size))
+        k, v = (qkv.new_empty((batch, key_value_heads, length, size)) for _ in range(2))
+        _rotate(parts[0], cos, sin, q.transpose(1, 2))
+        _rotate(parts[1], cos, sin, k.transpose(1, 2))
+        v.copy_(parts[2].transpose(1, 2))
+        return q, k, v
 
     @staticmethod
     def backward(ctx, grad_q, grad_k, grad_v):  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        query_heads, key_value_heads, size = grad_q.shape[-2], grad_k.shape[-2], grad_q.shape[-1]
-        grad = grad_q.new_empty((*grad_q.shape[:-2], query_heads + 2 * key_value_heads, size))
-        q, k, v = grad.split([query_heads, key_value_heads, key_value_heads], dim=-2)
-        _rotate(grad_q, cos, -sin, q)
-        _rotate(grad_k, cos, -sin, k)
-        v.copy_(grad_v)
+        batch, query_heads, length, size = grad_q.shape
+        key_value_heads = grad_k.shape[1]
+        grad = grad_q.new_empty((batch, length, query_heads + 2 * key_value_heads, size))
+        q, k, v = grad.split([query_heads, key_value_heads, key_value_heads], dim=2)
+        _rotate(grad_q.transpose(1, 2), cos, -sin, q)
+        _rotate(grad_k.transpose(1, 2), cos, -sin, k)
+        v.copy_(grad_v.transpose(1, 2))
         return grad, None, None, None, None
 
 
@@ -112,5 +117,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
 def rotate_and_split(
     qkv_BSND: Tensor, cos: Tensor, sin: Tensor, *, query_heads: int, key_value_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fused QKV [B, S, q + 2 kv, D] -> rotated query [B, S, q, D], rotated key and plain value [B, S, kv, D]."""
+    """Fused QKV [B, S, q + 2 kv, D] -> rotated query [B, q, S, D], rotated key and plain value [B, kv, S, D]."""
     return _RotateAndSplit.apply(qkv_BSND, cos, sin, query_heads, key_value_heads)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from parallel.groups import AxisGroup
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 
 
 class RankError(AssertionError):

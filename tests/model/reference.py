@@ -1,7 +1,7 @@
 """The model in plain torch on whole tensors, from textbook formulas: what the parallel layers are compared with.
 
-Nothing of model/ but names of canonical tensors is used here. Weights are random, not the initial ones, so that biases and
-norm weights matter too.
+Nothing of model/ but names of canonical tensors is used here. Weights are random, not the initial ones, so that biases
+and norm weights matter too.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def linear(x: Tensor, w: Weights, name: str) -> Tensor:
 
 
 def rotate(x_BNSD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
-    """Each pair (i, i + D/2) as a complex number, turned by position * theta^(-2i/D); frequencies rounded to fp32, as in
-    transformers."""
+    """Each pair (i, i + D/2) as a complex number, turned by position * theta^(-2i/D).
+
+    Frequencies are rounded to fp32, as in transformers.
+    """
     half = x_BNSD.shape[-1] // 2
     frequency = (1.0 / theta ** (torch.arange(half, dtype=torch.float32) / half)).double()
     angle = positions_BS[:, None, :, None].double() * frequency

@@ -71,5 +71,5 @@ def hang_on_rank_zero() -> None:
 
 
 def test_the_harness_kills_ranks_that_hang() -> None:
-    with pytest.raises(RankError, match=r"ranks \[0\]"):
-        run_ranks(2, hang_on_rank_zero, timeout_s=1.0)
+    with pytest.raises(RankError, match=r"ranks \[0.*\] ended, or were killed after 2 s"):
+        run_ranks(2, hang_on_rank_zero, timeout_s=2.0)

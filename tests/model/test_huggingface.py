@@ -67,7 +67,7 @@ def theirs(model: ModelConfig) -> Any:
                 rms_norm_eps=model.norm_epsilon, tie_word_embeddings=model.tie_word_embeddings,
                 rope_parameters={"rope_theta": model.rope_theta, **(model.rope_scaling or {"rope_type": "default"})},
                 attn_implementation="eager",
-            )  # fmt: skip
+            )
         )
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
@@ -133,7 +133,7 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     model = small_model()
     state = theirs(model).state_dict()
     del state["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         load_huggingface_state(build(model, SINGLE), state, model=model, tensor=SINGLE)
     wider = theirs(small_model(ffn_hidden_size=256)).state_dict()
     with pytest.raises(ValueError, match=r"blocks.0.mlp.gate.weight has shape \(256, 64\)"):

@@ -139,7 +139,9 @@ def run_padded(n: int, padded_vocab_size: int, filler: float, tied: bool) -> Any
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("n, padded_vocab_size, filler", [(1, 264, 100.0), (2, 272, 100.0), (4, 288, 100.0), (4, 384, 0.0)])
+@pytest.mark.parametrize(
+    "n, padded_vocab_size, filler", [(1, 264, 100.0), (2, 272, 100.0), (4, 288, 100.0), (4, 384, 0.0)]
+)
 def test_padded_rows_change_nothing(n: int, padded_vocab_size: int, filler: float, tied: bool) -> None:
     (losses, gradients), *_ = run_ranks(1, run_padded, 1, 259, 0.0, tied)
     plain = canonical([gradients])

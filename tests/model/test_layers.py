@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
-from model.attention import document_mask
+from model.attention import AttentionContext, attention_context, document_mask, document_starts
+from model.blocked_attention import blocked_attention, plan_blocks
 from model.huggingface import load_canonical
 from model.layers import LayerSpec, Transformer, build_layer_specs, run_layers
 from model.rotary import inverse_frequencies
@@ -66,13 +68,18 @@ def test_the_gradient_of_one_document_does_not_reach_another() -> None:
     assert not embedding.grad[:5].any() and embedding.grad[20:27].any()  # type: ignore[union-attr, index]
 
 
-def test_the_mask_is_left_out_exactly_where_no_document_starts_inside_a_sample() -> None:
-    assert document_mask(packed_positions([[8], [8]]), dtype=torch.float32) is None
-    mask = document_mask(packed_positions([[8], [3, 5]]), dtype=torch.float32)
+def context_of(positions: Tensor, *, blocked: bool) -> AttentionContext:
+    return attention_context(
+        positions.shape[1], positions, rotary=None, blocked=blocked, device=positions.device, dtype=torch.float32
+    )
+
+
+def test_the_mask_is_left_out_exactly_where_every_sample_is_one_document() -> None:
+    assert context_of(packed_positions([[8], [8]]), blocked=False).mask is None
+    mask = context_of(packed_positions([[8], [3, 5]]), blocked=False).mask
     assert mask is not None and mask.shape == (2, 1, 8, 8)
     # a sample that starts in the middle of a document
-    middle = torch.tensor([[4, 5, 6, 0, 1]])
-    mask = document_mask(middle, dtype=torch.float32)
+    mask = context_of(torch.tensor([[4, 5, 6, 0, 1]]), blocked=False).mask
     assert mask is not None
     assert (mask[0, 0] == 0).int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1],
@@ -157,7 +164,10 @@ def test_a_model_on_the_meta_device_allocates_and_draws_nothing() -> None:
 
 @pytest.mark.parametrize(
     "scaling, message",
-    [({"rope_type": "yarn", "factor": 2.0}, "rope_type=yarn"), ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor")],
+    [
+        ({"rope_type": "yarn", "factor": 2.0}, "rope_type=yarn"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+    ],
 )
 def test_unknown_rope_scaling_is_refused_by_name(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -170,3 +180,40 @@ def test_bf16_rounds_no_rotary_frequency() -> None:
     cos, _ = block.rotary.tables(4096, device=torch.device("cpu"), dtype=torch.float32)
     angle = 4095 * inverse_frequencies(16, theta=10000.0, scaling=None).double()
     torch.testing.assert_close(cos[-1].double(), angle.cos(), rtol=0, atol=1e-3)  # fp32 angle 4095: 2.4e-4
+
+
+LENGTHS = {
+    "shorter than a block": [[20]],
+    "one block": [[64], [64]],
+    "ragged end": [[150], [150]],
+    "documents across blocks": [[10, 100, 1, 39], [64, 64, 22]],
+    "a document apart from the blocks before it": [[128, 22], [130, 20]],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_blocked_attention_equals_scaled_dot_product_attention(lengths: list[list[int]], kv_heads: int) -> None:
+    positions = packed_positions(lengths)
+    batch, length = positions.shape
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(batch, heads, length, 8) for heads in (4, kv_heads, kv_heads)] + [(batch, length, 4, 8)]
+    *qkv, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    starts = document_starts(positions)
+    ours, theirs = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
+    blocks = plan_blocks(length, starts, dtype=torch.float64)
+    mask = document_mask(starts, dtype=torch.float64)
+    out = blocked_attention(*ours, blocks=blocks)
+    expected = F.scaled_dot_product_attention(*theirs, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    out.backward(upstream)
+    expected.backward(upstream)
+    # float64 softmax over at most 150 keys of values of order 1
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def test_blocked_attention_computes_no_block_of_keys_before_the_documents_start() -> None:
+    blocks = plan_blocks(256, document_starts(packed_positions([[130, 126], [128, 128]])), dtype=torch.float32)
+    assert [(block.low, block.last) for block in blocks] == [(0, 64), (0, 128), (0, 192), (128, 256)]
+    assert [block.mask.shape[-1] for block in blocks] == [64, 64, 192, 128]

@@ -205,17 +205,23 @@ def test_block_is_the_formula(n: int, sp: bool, family: Family) -> None:
     check_layer(n, sp, build, lambda x, w: reference.block(x, POSITIONS, w, "b", model), inputs(2, 16, 64), "ss")
 
 
-def run_cross_entropy(n: int, logits: Tensor, labels: Tensor, upstream: Tensor, vocab_size: int) -> Any:
+def run_cross_entropy(
+    n: int, logits: Tensor, labels: Tensor, upstream: Tensor, vocab_size: int, overwrite: bool = False
+) -> Any:
     tensor = tensor_axis(n)
     shard = collectives.split(logits, tensor, dim=-1).clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(shard, labels, tensor=tensor, vocab_size=vocab_size)
+    consumed = shard * 1.0 if overwrite else shard
+    losses = vocab_parallel_cross_entropy(
+        consumed, labels, tensor=tensor, vocab_size=vocab_size, overwrite_logits=overwrite
+    )
     losses.backward(upstream)
     return losses.detach(), shard.grad
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("vocab_size", [64, 61, 33, 16])  # 33 and 16 of 64: whole shards of padding
-def test_cross_entropy_is_torchs_over_the_real_vocabulary(n: int, vocab_size: int) -> None:
+def test_cross_entropy_is_torchs_over_the_real_vocabulary(n: int, vocab_size: int, overwrite: bool) -> None:
     logits = 30 * inputs(3, 5, 64)
     logits[..., vocab_size:] = 100.0  # padding must win nothing (A6)
     labels = torch.randint(0, vocab_size, (3, 5), generator=torch.Generator().manual_seed(6))
@@ -225,7 +231,7 @@ def test_cross_entropy_is_torchs_over_the_real_vocabulary(n: int, vocab_size: in
     losses = reference.cross_entropy(real, labels)
     losses.backward(upstream)
     assert real.grad is not None
-    ranks = run_ranks(n, run_cross_entropy, n, logits, labels, upstream, vocab_size)
+    ranks = run_ranks(n, run_cross_entropy, n, logits, labels, upstream, vocab_size, overwrite)
     for ours, _ in ranks:
         torch.testing.assert_close(ours, losses.detach(), rtol=0, atol=ATOL)
     gradient = torch.cat([r[1] for r in ranks], -1)
