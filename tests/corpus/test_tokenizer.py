@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from corpus.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer, require_vocabulary, train_bpe
 from tests.corpus.helpers import EOD, prepared, train_documents, write_jsonl
@@ -115,3 +115,17 @@ def test_a_bpe_is_trained_on_the_training_part_only(tmp_path):
     assert [list(ids) for ids in first.tokenizer.encode(texts)] == [
         expected.encode(text, add_special_tokens=False).ids for text in texts
     ]
+
+
+def test_a_tokenizer_in_pure_python_is_taken_too(tmp_path):
+    slow = ByT5Tokenizer()
+    slow.save_pretrained(tmp_path / "byt5")
+    tokenizer = load_tokenizer(str(tmp_path / "byt5"))
+    text = "café </s> x"
+    (ids,) = tokenizer.encode([text])
+    assert list(ids) == [byte + 3 for byte in text.encode()]  # ByT5: three special ids, then the bytes
+    assert tokenizer.eod_id == slow.eos_token_id == 1 and tokenizer.size == len(slow)
+    assert tokenizer.decode(ids) == text
+    path = write_jsonl(tmp_path / "x.jsonl", [text, "more text"])
+    corpus = prepared(tmp_path, path, tokenizer=str(tmp_path / "byt5"), vocab_size=len(slow))
+    assert list(corpus.train.streams[0].tokens.tokens).count(1) == 2
