@@ -3,8 +3,8 @@
     if __name__ == "__main__":
         main(run)                      # run(config: Config, plan: ParallelPlan) -> int | None
 
-Config and plan are checked here, before `run` imports torch, so that a fault ends in a second, with all its lines printed
-once by rank 0 and exit code 2. Hydra composes; it makes no folders, changes no directory and sets up no logging.
+Config and plan are checked here, before `run` imports torch, so that a fault ends in a second, with all its lines
+printed once by rank 0 and exit code 2. Hydra composes; it makes no folders, changes no directory, sets up no logging.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
     if flags.hydra_help or flags.shell_completion:
         return _hydra(lambda cfg: None)
     if flags.multirun and world_size > 1:
-        raise ConfigError([f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"])
+        raise ConfigError(
+            [f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"]
+        )
     if flags.multirun or asks:
         problems = overrides.problems(flags.overrides, options=options())
         if problems:

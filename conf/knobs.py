@@ -30,7 +30,7 @@ class Knob:
     default: str
     sentence: str
     open_below: bool = False
-    item: type | None = None  # dataclass of a list's items
+    item: Any = None  # dataclass of a list's items
 
 
 def knobs(kind: type = schema.Config, prefix: str = "") -> list[Knob]:
@@ -43,7 +43,9 @@ def knobs(kind: type = schema.Config, prefix: str = "") -> list[Knob]:
         if is_dataclass(hint):
             found += knobs(typing.cast(type, hint), f"{key}.")
             continue
-        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
         found.append(
             Knob(
                 key=key,
@@ -81,7 +83,7 @@ def is_known(key: str) -> bool:
             if knob.open_below:
                 return True
             if knob.item is not None and rest[0].isdigit():
-                return len(rest) == 1 or rest[1:] == [rest[1]] and rest[1] in {f.name for f in fields(knob.item)}
+                return len(rest) == 1 or (len(rest) == 2 and rest[1] in {f.name for f in fields(knob.item)})
             return knob.kind.startswith("list") and len(rest) == 1 and rest[0].isdigit()
     return False
 
@@ -110,7 +112,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """"; did you mean X?", or nothing."""
+    """ "; did you mean X?", or nothing."""
     found = nearest(word, words)
     return f"; did you mean {found}?" if found else ""
 

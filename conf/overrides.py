@@ -41,9 +41,7 @@ def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) 
 def opened(overrides: Sequence[str]) -> list[str]:
     """The same, with ++ before keys of free dicts (model.rope_scaling), which Hydra else closes to new keys."""
     free = [knob.key for knob in knobs() if knob.open_below]
-    return [
-        f"++{text}" if any(text.startswith((f"{key}=", f"{key}.")) for key in free) else text for text in overrides
-    ]
+    return [f"++{text}" if any(text.startswith((f"{key}=", f"{key}.")) for key in free) else text for text in overrides]
 
 
 def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]) -> str | None:

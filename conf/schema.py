@@ -73,7 +73,9 @@ class ModelConfig:
     tie_word_embeddings: bool = False  # the output head shares the word embedding's weight
     norm_epsilon: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    rope_scaling: Optional[dict[str, Any]] = field(default_factory=dict)  # transformers': {rope_type: linear, factor: 2}
+    rope_scaling: Optional[dict[str, Any]] = field(
+        default_factory=dict
+    )  # transformers': {rope_type: linear, factor: 2}
     hidden_dropout: float = 0.0  # dropout on embeddings and on each residual branch
     attention_dropout: float = 0.0  # dropout on attention probabilities
     init_std: float = 0.02  # standard deviation of initial weights; residual outputs use it / sqrt(2 num_layers)
@@ -169,7 +171,9 @@ class TrainConfig:
     lr_schedule: LRSchedule = LRSchedule.cosine  # shape after warm-up
     lr_unit: LRUnit = LRUnit.steps  # what warm-up, decay and stable lengths count: steps or tokens
     lr_warmup: int = 0  # length of linear warm-up, in lr_unit
-    lr_decay: Optional[int] = None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: the run's end
+    lr_decay: Optional[int] = (
+        None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: the run's end
+    )
     eval_interval: int = 50  # steps between evaluations; 0: never
     eval_samples: int = 64  # validation samples per evaluation (fewer where the split is shorter)
     max_bad_steps: int = 3  # non-finite steps in a row before the run stops

@@ -1,9 +1,10 @@
 """FLOPs of one step, and the utilisations made of them.
 
 Convention, the same everywhere: a multiply-add is two FLOPs; only matrix products count; backward costs twice forward.
-Attention scores count whole (S keys for each of S queries), as in Megatron-LM (arXiv:2104.04473 appendix, arXiv:2204.02311
-appendix B); `causal=True` counts the half that a causal mask leaves. The embedding look-up is free, the head counts the real
-vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware does, recomputation included.
+Attention scores count whole (S keys for each of S queries), as in Megatron-LM (arXiv:2104.04473 appendix,
+arXiv:2204.02311 appendix B); `causal=True` counts the half that a causal mask leaves. The embedding look-up is free,
+the head counts the real vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware
+does, recomputation included.
 """
 
 from __future__ import annotations
@@ -40,10 +41,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: b
     return 3 * (blocks + head_flops_per_token(model))
 
 
-def hardware_flops_per_token(
-    model: ModelConfig, sequence_length: int, *, recompute: str, causal: bool = False
-) -> int:
-    """The same with what recomputation adds (for HFU): full, one more forward of every block; selective, of its core."""
+def hardware_flops_per_token(model: ModelConfig, sequence_length: int, *, recompute: str, causal: bool = False) -> int:
+    """The same with recomputation (for HFU): full, one more forward of every block; selective, of its core."""
     again = {
         "none": 0,
         "selective": attention_core_flops_per_token(model, sequence_length, causal=causal),

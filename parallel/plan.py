@@ -1,4 +1,4 @@
-"""The plan of a run: degrees, and every number that follows from them and the config. Frozen; a plan that exists is valid.
+"""The plan of a run: degrees, and every number that follows from them and the config. A plan that exists is valid.
 
 `ParallelPlan.from_config` refuses with every problem at once (`parallel.rules`). Pure Python, no torch: milliseconds.
 Not here: predictions of bytes (`parallel.memory`), and process groups (`parallel.groups`).
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from conf.schema import Config
 from parallel import rules
-from parallel.costs import stage_loads
 from parallel.stages import balance, boundaries, fold
+from parallel.states import stage_loads
 from parallel.topology import Topology
 
 
@@ -77,7 +77,9 @@ class ParallelPlan:
             padded_vocab_size=padded_vocab_size(
                 config.model.vocab_size, divisor=config.model.make_vocab_size_divisible_by, tp=parallel.tp
             ),
-            stage_blocks=boundaries(_blocks_per_stage(config, dp=dp, num_micro_batches=num_micro_batches)),
+            stage_blocks=boundaries(
+                _blocks_per_stage(config, dp=dp, num_micro_batches=num_micro_batches, device=device or "cuda")
+            ),
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
@@ -126,12 +128,12 @@ def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _blocks_per_stage(config: Config, *, dp: int, num_micro_batches: int) -> list[int]:
+def _blocks_per_stage(config: Config, *, dp: int, num_micro_batches: int, device: str) -> list[int]:
     """By hand, or balanced by cost; per virtual stage under dualpipev."""
     if config.parallel.stages is not None:
         return list(config.parallel.stages)
     layers = config.model.num_layers
-    loads = stage_loads(config, dp=dp, num_micro_batches=num_micro_batches)
+    loads = stage_loads(config, dp=dp, num_micro_batches=num_micro_batches, device=device)
     limit = None if config.cluster.memory_per_device is None else int(config.cluster.memory_per_device)
     if config.parallel.schedule.value == "dualpipev":
         ranks = balance(layers, loads, least=2, memory_limit=limit)

@@ -1,6 +1,6 @@
 """What a plan may not be: each rule reads the config and answers with lines, one a problem.
 
-A line names the knob and its value, the rule, and what would work. All rules run, so that every problem is shown at once.
+A line names the knob and its value, the rule, and what would work. All rules run: every problem is shown at once.
 Not here: ranges of single fields (`conf.load`), and what is allowed but unwise (`warnings`, at the end, is).
 """
 
@@ -70,13 +70,9 @@ def _tensor(config: Config) -> Iterator[str]:
     heads, ffn = model.num_attention_heads, sizes(model).ffn_hidden_size
     kv_heads = sizes(model).num_key_value_heads
     if heads % tp:
-        yield (
-            f"parallel.tp={tp} does not divide model.num_attention_heads={heads}; use {_either(_divisors(heads))}"
-        )
+        yield (f"parallel.tp={tp} does not divide model.num_attention_heads={heads}; use {_either(_divisors(heads))}")
     if ffn % tp:
-        yield (
-            f"parallel.tp={tp} does not divide model.ffn_hidden_size={ffn}; use {_either(_divisors(ffn, heads))}"
-        )
+        yield (f"parallel.tp={tp} does not divide model.ffn_hidden_size={ffn}; use {_either(_divisors(ffn, heads))}")
     if kv_heads % tp and tp % kv_heads:
         fitting = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
         yield (
@@ -95,7 +91,7 @@ def _pipeline(config: Config) -> Iterator[str]:
     stages = virtual_stages(config)
     dual = parallel.schedule.value == "dualpipev"
     if dual and parallel.pp == 1:
-        yield "parallel.schedule=dualpipev needs a pipeline but parallel.pp=1; use parallel.pp=2 or parallel.schedule=1f1b"
+        yield "parallel.schedule=dualpipev needs parallel.pp of 2 or more, not 1; use parallel.schedule=1f1b"
     if layers < stages:
         twice = " (dualpipev: two stages a rank)" if dual else ""
         yield (
@@ -195,9 +191,9 @@ def _batch(config: Config, dp: int) -> list[str]:
     needed = 2 * config.parallel.pp
     if config.parallel.schedule.value == "dualpipev" and config.parallel.pp > 1 and first // per_micro < needed:
         lines.append(
-            f"parallel.schedule=dualpipev needs {needed} micro-batches (2 x parallel.pp={config.parallel.pp}) but a batch of "
-            f"{first} samples has {first // per_micro}; use train.global_batch_size of at least {needed * per_micro}, a "
-            "smaller train.micro_batch_size, or parallel.schedule=1f1b"
+            f"parallel.schedule=dualpipev needs {needed} micro-batches (2 x parallel.pp={config.parallel.pp}) but a "
+            f"batch of {first} samples has {first // per_micro}; use train.global_batch_size of at least "
+            f"{needed * per_micro}, a smaller train.micro_batch_size, or parallel.schedule=1f1b"
         )
     return lines
 
@@ -230,8 +226,8 @@ def warnings(config: Config, *, num_micro_batches: int) -> list[str]:
     if num_micro_batches < pp:
         bubble = (pp - 1) / (num_micro_batches + pp - 1)
         lines.append(
-            f"{num_micro_batches} micro-batches for {pp} stages: the pipeline is idle for (P-1)/(M+P-1) = {bubble:.0%} of "
-            f"a step; raise train.global_batch_size or lower train.micro_batch_size"
+            f"{num_micro_batches} micro-batches for {pp} stages: the pipeline is idle for (P-1)/(M+P-1) = {bubble:.0%} "
+            "of a step; raise train.global_batch_size or lower train.micro_batch_size"
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         lines.append("parallel.sequence_parallel=true has no effect at parallel.tp=1")
@@ -242,7 +238,7 @@ def warnings(config: Config, *, num_micro_batches: int) -> list[str]:
         )
     if config.train.lr_unit.value == "steps" and config.train.lr_warmup >= config.train.train_iters:
         lines.append(
-            f"train.lr_warmup={config.train.lr_warmup} is not shorter than train.train_iters={config.train.train_iters}: "
-            "the learning rate never starts to fall"
+            f"train.lr_warmup={config.train.lr_warmup} is not shorter than train.train_iters="
+            f"{config.train.train_iters}: the learning rate never starts to fall"
         )
     return lines

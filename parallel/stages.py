@@ -1,17 +1,18 @@
 """Layers to pipeline stages by cost, not by count.
 
-The stage that takes longest sets the pace of a pipeline, so the largest stage cost (FLOPs) is made as small as it can be,
-by dynamic programming; of the cuts that reach it the most even one is taken, and among those the one with the most even
-memory (the first stages hold more micro-batches, and the embedding). Every stage holds at least one block; the head never
-leaves the final norm.
+The stage that takes longest sets the pace of a pipeline, so the largest stage cost (FLOPs) is made as small as it can
+be, by dynamic programming; of the cuts that reach it the most even one is taken, and among those the one with the most
+even memory (the first stages hold more micro-batches, and the embedding). Every stage holds at least one block; the
+head never leaves the final norm.
 
 The ordered layer list: 0 embedding, 1..L blocks, L + 1 final norm, L + 2 head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Load:
 def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_limit: int | None = None) -> list[int]:
     """Blocks per stage, in order, at least `least` each.
 
-    memory_limit, in bytes a stage, is kept where any cut keeps it; where none does it is as if it were absent (the memory
-    ledger then says so). Raises ValueError where there are too few blocks.
+    memory_limit, in bytes a stage, is kept where any cut keeps it; where none does it is as if it were absent (the
+    memory ledger then says so). Raises ValueError where there are too few blocks.
     """
     if num_blocks < least * len(loads):
         raise ValueError(f"{num_blocks} blocks cannot fill {len(loads)} stages of at least {least}; use fewer stages")
@@ -62,16 +63,24 @@ def _least_maximum(num_blocks: int, loads: Sequence[Load], allowed: Sequence[Seq
     low, high = 0, len(costs) - 1
     while low < high:
         middle = (low + high) // 2
-        # Each stage takes any count from its least up to what the bound allows, so sums are free in between.
-        most = [max((n for n in counts if load.flops(n) <= costs[middle]), default=None) for load, counts in zip(loads, allowed, strict=True)]  # fmt: skip
-        if None not in most and sum(n for n in most if n is not None) >= num_blocks:
+        # Each stage takes any count from its least up to what the bound allows, so the sums in between exist too.
+        most = [
+            max((n for n in counts if load.flops(n) <= costs[middle]), default=0)
+            for load, counts in zip(loads, allowed, strict=True)
+        ]
+        if 0 not in most and sum(most) >= num_blocks:
             high = middle
         else:
             low = middle + 1
     return costs[low]
 
 
-def _solve(num_blocks: int, loads, allowed, cost) -> list[int] | None:  # type: ignore[no-untyped-def]
+def _solve(
+    num_blocks: int,
+    loads: Sequence[Load],
+    allowed: Sequence[Sequence[int]],
+    cost: Callable[[Load, int], tuple[int, int]],
+) -> list[int] | None:
     """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; None where no counts do."""
     best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [])}
     for load, counts in zip(loads, allowed, strict=True):
@@ -92,7 +101,7 @@ def _solve(num_blocks: int, loads, allowed, cost) -> list[int] | None:  # type: 
 def fold(counts: Sequence[int], *, head_in_blocks: float) -> list[int]:
     """Blocks per rank -> per virtual stage of the V schedule: rank r holds stages r and 2 pp - 1 - r.
 
-    `head_in_blocks`: what final norm and head cost, in blocks; they are on rank 0's second stage, which gets fewer blocks.
+    `head_in_blocks`: what final norm and head cost, in blocks; rank 0's second stage holds them, and fewer blocks.
     """
     first = [(n + 1) // 2 for n in counts]
     even = round((counts[0] + head_in_blocks) / 2)
@@ -106,4 +115,4 @@ def boundaries(counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     for n in counts:
         cuts.append(cuts[-1] + n)
     edges = [0, *(cut + 1 for cut in cuts[1:-1]), cuts[-1] + 3]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(pairwise(edges))

@@ -26,7 +26,9 @@ class Topology:
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """(pp_rank, dp_rank, tp_rank); ValueError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a world of {self.world_size}; ranks are 0 to {self.world_size - 1}")
+            raise ValueError(
+                f"rank {rank} is outside a world of {self.world_size}; ranks are 0 to {self.world_size - 1}"
+            )
         return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
 
     def rank(self, *, pp: int, dp: int, tp: int) -> int:
