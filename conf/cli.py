@@ -53,6 +53,9 @@ def main(entry: Entry) -> None:
         code = _refuse(error.problems)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    marker = os.environ.get("LAUNCH_MARKER")
+    if marker is not None and code == 0 and os.environ.get("RANK", "0") == "0":
+        Path(marker).touch()  # launch/local.sh judges by it
     sys.exit(code)
 
 
@@ -130,7 +133,21 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
     problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
     if problems:
         raise ConfigError(problems)
+    share_cores(device)
     return entry(config, ParallelPlan.from_config(config, world_size, device=device)) or 0
+
+
+def share_cores(device: str) -> None:
+    """On a CPU: tell DeepSpeed so, and give each of several ranks its part of the cores, before torch is imported.
+
+    What the environment says already stays. LOCAL_WORLD_SIZE is torchrun's name, LOCAL_SIZE DeepSpeed's.
+    """
+    if device != "cpu":
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
 def _flags(argv: Sequence[str]) -> Namespace:

@@ -57,3 +57,13 @@ def device_kind(environ: Mapping[str, str] = os.environ, *, devices: Path = Path
         return "cpu" if version("torch").endswith("+cpu") else "cuda"
     except PackageNotFoundError:
         return "cpu"
+
+
+def device_count(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
+    """GPUs that a rank started here may use: those of CUDA_VISIBLE_DEVICES, or all; 0 where ranks compute on the CPU."""
+    if device_kind(environ, devices=devices) == "cpu":
+        return 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return max(1, len(list(devices.glob("nvidia[0-9]*"))))

@@ -1,0 +1,72 @@
+"""How many ranks a command line needs on this machine: for launch/local.sh, before anything starts.
+
+    python -m conf.ranks experiment=stdlib_tp2_pp2        prints: 4
+
+On CPU that is tp x pp. On GPUs it is the most data-parallel copies of the model that fit on them and that divide the batch.
+Where GPUs are fewer than tp x pp and the command line names no plan itself, the plan shrinks to what they allow, and the
+override that does so is printed behind the number (`2 parallel=tp2`), and why on stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from conf.cli import compose_config, without_launcher_arguments
+from conf.load import ConfigError, range_problems
+from conf.schema import Config
+from parallel import rules
+from parallel.hardware import device_count, device_kind
+
+SMALLER_PLANS = ("tp2", "tp1")  # tried in this order
+
+
+def choose(arguments: Sequence[str], *, device: str, devices: int) -> tuple[int, list[str]]:
+    """Number of ranks, and overrides to add. Raises ConfigError where no number of ranks fits."""
+    config = compose_config(arguments)
+    problems = range_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    needed = config.parallel.tp * config.parallel.pp
+    if device == "cpu":
+        return needed, []
+    if needed <= devices:
+        return _most(config, devices, device), []
+    if not any(word.lstrip("+").startswith("parallel") for word in arguments):
+        for plan in SMALLER_PLANS:
+            smaller = compose_config([*arguments, f"parallel={plan}"])
+            if smaller.parallel.tp <= devices:
+                return _most(smaller, devices, device), [f"parallel={plan}"]
+    raise ConfigError([
+        f"parallel.tp={config.parallel.tp} x parallel.pp={config.parallel.pp} = {needed} ranks but this machine has "
+        f"{devices} GPUs; use a smaller plan, or DS_ACCELERATOR=cpu"
+    ])  # fmt: skip
+
+
+def _most(config: Config, devices: int, device: str) -> int:
+    """The largest world that fits on the devices and has a valid plan; one copy where none has, for its messages."""
+    needed = config.parallel.tp * config.parallel.pp
+    for copies in range(devices // needed, 0, -1):
+        if not rules.problems(config, world_size=copies * needed, device=device):
+            return copies * needed
+    return needed
+
+
+def main() -> int:
+    device = device_kind()
+    words = without_launcher_arguments(sys.argv[1:])
+    try:
+        ranks, added = choose(
+            [word for word in words if not word.startswith("-")], device=device, devices=device_count()
+        )
+    except ConfigError as error:
+        print("\n".join(f"error: {line}" for line in error.problems), file=sys.stderr)
+        return 2
+    if added:
+        print(f"this machine's GPUs do not hold the configured plan; running with {' '.join(added)}", file=sys.stderr)
+    print(ranks, *added)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

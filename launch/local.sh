@@ -1,0 +1,121 @@
+#!/usr/bin/env bash
+# Run a recipe on the ranks of this machine, through DeepSpeed's launcher:
+#
+#     launch/local.sh [-n RANKS] recipes/pretrain.py OVERRIDES...
+#
+# RANKS: without it as many as the configured plan needs (CPU), or as fit on the GPUs. DRY_RUN=1 prints the command and
+# stops. MASTER_PORT: without it a free one. DS_ACCELERATOR=cpu keeps off the GPUs; OMP_NUM_THREADS: threads of a rank.
+#
+# Exit code: 0 only if rank 0 came to its end (DeepSpeed's launcher also returns 0 when its per-node process was killed);
+# 2 for a bad configuration, 130 for Ctrl-C, 143 for SIGTERM. However it ends, no rank is left behind.
+set -euo pipefail
+
+die() {
+    echo "launch/local.sh: $1" >&2
+    exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+ranks=""
+while getopts "n:h" option; do
+    case $option in
+        n) ranks=$OPTARG ;;
+        h) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && exit 0 ;;
+        *) die "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..." ;;
+    esac
+done
+shift $((OPTIND - 1))
+[[ $# -ge 1 ]] || die "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..."
+[[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "-n $ranks is not a number of ranks; give 1 or more"
+
+recipe=$1
+shift
+[[ -f $recipe ]] || recipe=$root/$recipe
+[[ -f $recipe ]] || die "there is no recipe ${recipe#"$root"/}; see recipes/"
+
+if [[ -x $root/.venv/bin/deepspeed ]]; then
+    bin=$root/.venv/bin
+else
+    found=$(command -v deepspeed) || die "deepspeed is neither in .venv nor on the PATH; run make train or make test once"
+    bin=$(dirname "$found")
+fi
+
+ask() { # a module of this repository, by name
+    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$bin/python" "$@"
+}
+
+added=()
+if [[ -z $ranks ]]; then
+    line=$(ask -m conf.ranks "$@") # a bad configuration ends here, with its problems and code 2
+    read -r -a answer <<<"$line"
+    ranks=${answer[0]}
+    added=("${answer[@]:1}")
+fi
+
+device=$(ask -c 'from parallel.hardware import device_kind; print(device_kind())')
+if [[ $device == cpu ]]; then
+    export DS_ACCELERATOR=cpu
+    cores=$(ask -c 'import os; print(len(os.sched_getaffinity(0)))')
+    threads=$((cores / ranks > 0 ? cores / ranks : 1))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+fi
+
+# --num_gpus would take the first GPUs whatever CUDA_VISIBLE_DEVICES says: name the visible ones.
+where=(--num_gpus "$ranks")
+if [[ $device == cuda && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    visible=$(cut -d, -f"1-$ranks" <<<"$CUDA_VISIBLE_DEVICES")
+    [[ $(tr ',' '\n' <<<"$visible" | wc -l) -eq $ranks ]] ||
+        die "$ranks ranks but CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES; lower -n or show more GPUs"
+    where=(--include "localhost:$visible")
+fi
+
+port=$(ask - "${MASTER_PORT:-0}" <<'PY'
+import socket, sys
+try:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", int(sys.argv[1])))
+        print(probe.getsockname()[1])
+except OSError as error:
+    sys.exit(f"launch/local.sh: MASTER_PORT={sys.argv[1]} cannot be used: {error.strerror}; unset it or choose another")
+PY
+)
+
+command=("$bin/deepspeed" --quiet "${where[@]}" --master_addr 127.0.0.1 --master_port "$port" "$recipe" "$@" "${added[@]}")
+printf '%q ' "${command[@]}"
+echo
+[[ ${DRY_RUN:-0} != 1 ]] || exit 0
+
+marker=$(mktemp)
+rm "$marker"
+export LAUNCH_MARKER=$marker
+
+# Job control gives the launcher and all its ranks one process group of their own, so that they can be ended together.
+set -m
+"${command[@]}" </dev/null &
+group=$!
+set +m
+
+end_ranks() { # ask the group to end with signal $1, insist after ten seconds
+    kill "-$1" -- "-$group" 2>/dev/null || return 0
+    for _ in {1..100}; do
+        kill -0 -- "-$group" 2>/dev/null || return 0
+        sleep 0.1
+    done
+    kill -KILL -- "-$group" 2>/dev/null || true
+}
+
+trap 'trap "" INT TERM; end_ranks INT; rm -f "$marker"; exit 130' INT
+trap 'trap "" INT TERM; end_ranks TERM; rm -f "$marker"; exit 143' TERM
+
+code=0
+wait "$group" || code=$?
+trap '' INT TERM
+end_ranks TERM # ranks whose launcher was killed
+
+if [[ $code -eq 0 && ! -e $marker ]]; then
+    echo "launch/local.sh: the launcher ended but rank 0 did not finish: some process was killed" >&2
+    code=1
+fi
+rm -f "$marker"
+exit "$code"
