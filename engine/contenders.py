@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -87,14 +87,16 @@ def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]
 def peers(config: Config, mesh: Mesh) -> list[Contender]:
     """Programs of other packages on this mesh; none for a family, a mix of axes or masked documents they do not have."""
     tp, pp, dp = mesh
-    programs = {
-        (1, 1, 1): {"torch loop": torch_loop, "transformers loop": transformers_loop},
-        (1, 1, dp): {"transformers DDP": transformers_ddp, "transformers DeepSpeed ZeRO-1": transformers_zero1},
-        (1, pp, 1): {"transformers DeepSpeed PipelineModule": transformers_pipeline},
-        (tp, 1, 1): {"transformers DTensor": transformers_dtensor, "transformers DeepSpeed AutoTP": transformers_autotp},
-    }  # a mesh of one rank is every line's; the first stands
-    fitting = programs[mesh] if mesh in programs and math.prod(mesh) > 1 else programs[(1, 1, 1)] if mesh == (1, 1, 1) else {}
+    programs: dict[str, Callable[[Config, ParallelPlan], Step]] = {}
+    if tp == pp == dp == 1:
+        programs = {"torch loop": torch_loop, "transformers loop": transformers_loop}
+    elif tp == pp == 1:
+        programs = {"transformers DDP": transformers_ddp, "transformers DeepSpeed ZeRO-1": transformers_zero1}
+    elif tp == dp == 1:
+        programs = {"transformers DeepSpeed PipelineModule": transformers_pipeline}
+    elif pp == dp == 1:
+        programs = {"transformers DTensor": transformers_dtensor, "transformers DeepSpeed AutoTP": transformers_autotp}
     if not config.benchmark.peers or config.data.mask_documents or config.model.family is not Family.llama:
         return []
     split, _ = plan_config(f"tp{tp}_pp{pp}_dp{dp}", config)
-    return [Contender(name=name, config=split, ranks=tp * pp * dp, open=program) for name, program in fitting.items()]
+    return [Contender(name=name, config=split, ranks=tp * pp * dp, open=program) for name, program in programs.items()]

@@ -2,7 +2,7 @@
 
 A contender is opened once and waits, idle, for its turns: A warms up, B warms up, then rounds of A B, B A, ... so that a
 machine that slows down slows all of them. Ranks of one machine share CLOCK_MONOTONIC; a step ends when its last rank ends it.
-Not here: what the contenders are (engine/contenders.py, engine/peers*.py), ratios and tables (telemetry/comparison.py).
+Not here: what the contenders are (engine/contenders.py, engine/peers*.py), ratios and tables (engine/comparison.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from statistics import median
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ import torch
 from conf.schema import Config
 from corpus.batches import Batch, micro_batches
 from corpus.dataset import Sample
-from engine.device import this_device
+from engine.device import Device, matmul_rate, this_device
 from engine.distributed import free_port
 from parallel.plan import ParallelPlan
 
@@ -169,6 +170,21 @@ def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent:
             parent.send(_Turn(times, cpu_s, losses, device.peak_memory_bytes()))
     except BaseException:
         parent.send(traceback.format_exc())
+
+
+class MatmulRate:
+    """What a matrix product reaches on this process's threads, measured again and again between turns. FLOP/s."""
+
+    def __init__(self, device: Device, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+        self.all: list[float] = []
+
+    def measure(self) -> None:
+        self.all.append(matmul_rate(self.device, self.dtype, seconds=0.2))
+
+    @property
+    def median(self) -> float:
+        return median(self.all)
 
 
 def compare(

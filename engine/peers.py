@@ -94,9 +94,7 @@ def autocast(config: Config) -> Any:
     return torch.autocast(this_device().kind, torch.bfloat16) if bf16 else nullcontext()
 
 
-def plain_loop(
-    forward: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, config: Config
-) -> Step:
+def plain_loop(forward: Callable[[torch.Tensor], torch.Tensor], module: torch.nn.Module, config: Config) -> Step:
     """forward, backward, clip, step: no engine."""
     optimizer = optimizer_for(module.parameters(), config)
 
