@@ -99,6 +99,7 @@ def train(
                 step_time_s=step_time,
                 data_time_s=data_time,
                 tokens_per_s=step_tokens / step_time,
+                unmasked_tokens_per_s=result.unmasked_tokens / step_time,
                 tokens_per_s_per_device=step_tokens / step_time / plan.world_size,
                 model_flops_per_s_per_device=rate,
                 mfu=rate / rates.peak if rates.peak else None,

@@ -142,27 +142,31 @@ class PipelineTrainer:
     def train_batch(self, batches: Sequence[Batch] | None, *, lr: float) -> StepResult:
         """One optimizer step over this data rank's micro-batches (None on ranks that hold no data)."""
         engine = self.engine
-        count = self._set_num_micro_batches(batches)
+        count = engine.micro_batches
+        assert batches is None or len(batches) == count, "set_num_micro_batches comes first"
         set_learning_rate(engine.optimizer, lr)
         skipped_before = engine.skipped_steps
-        loss = engine.train_batch(data_iter=self._stream(batches, count))
+        stream, unmasked = self._stream(batches, count)
+        loss = engine.train_batch(data_iter=stream)
         norm = engine.get_global_grad_norm()
         return StepResult(
             loss=float(loss), grad_norm=math.nan if norm is None else float(norm),
             skipped=engine.skipped_steps > skipped_before,
+            unmasked_tokens=unmasked,
         )  # fmt: skip
 
     def evaluate(self, batches: Sequence[Batch] | None) -> float:
         """Mean loss over the unmasked tokens of all data ranks' batches; the same number on every rank."""
         count = self._agree_on_count(batches)
-        loss = self.engine.eval_batch(self._stream(batches, count), num_micro_batches=count)
+        stream, _ = self._stream(batches, count)
+        loss = self.engine.eval_batch(stream, num_micro_batches=count)
         self.module.train()
         return float(loss)
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """This rank's vocabulary shard of the logits [B, S, V/T] on the loss stage, None elsewhere."""
         count = 2 * self.groups.pipeline.size if self.plan.schedule == "dualpipev" else 1
-        stream = self._stream([batch] * count, count) if self.holds_data else None
+        stream, _ = self._stream([batch] * count if self.holds_data else None, count)
         _, logits = self.engine.eval_batch(stream, return_logits=True, compute_loss=True, num_micro_batches=count)
         self.module.train()
         return logits
@@ -172,11 +176,6 @@ class PipelineTrainer:
         """Global rank of the first tensor rank on this data rank's loss stage."""
         stage = 0 if self.plan.schedule == "dualpipev" else self.groups.pipeline.size - 1
         return stage * self.plan.data_parallel_size * self.plan.tensor_model_parallel_size
-
-    def _set_num_micro_batches(self, batches: Sequence[Batch] | None) -> int:
-        if batches is not None and len(batches) != self.engine.micro_batches:
-            raise AssertionError("the loop sets the number of micro-batches before it hands them over")
-        return self.engine.micro_batches
 
     def set_num_micro_batches(self, count: int) -> None:
         """Change the number of micro-batches from the next step on (batch ramp-up); on every rank alike."""
@@ -193,14 +192,14 @@ class PipelineTrainer:
             )
         return int(count)
 
-    def _stream(self, batches: Sequence[Batch] | None, count: int) -> Any:
-        """The iterator that DeepSpeed draws ((tokens, positions), (labels, scale)) from."""
+    def _stream(self, batches: Sequence[Batch] | None, count: int) -> tuple[Any, int]:
+        """The iterator that DeepSpeed draws ((tokens, positions), (labels, scale)) from, and the unmasked tokens."""
         if batches is None:
-            return None
+            return None, 0
         data = self.groups.data
         unmasked = count_unmasked(batches, data=data, device=self.engine.device)
         scale = loss_scale(unmasked, num_micro_batches=count, data=data)
-        return iter([split_batch(batch, scale, with_positions=self.with_positions) for batch in batches])
+        return iter([split_batch(batch, scale, with_positions=self.with_positions) for batch in batches]), unmasked
 
 
 def _guarded_model_step(trainer: PipelineTrainer) -> Any:

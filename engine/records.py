@@ -8,13 +8,12 @@ import dataclasses
 from pathlib import Path
 from types import TracebackType
 
-from parallel.memory import predict
-
 from conf.load import fingerprint, to_plain
 from engine.device import matmul_rate
 from engine.distributed import gather
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
+from parallel.memory import predict
 from parallel.sizes import parameter_count
 from telemetry.plot import plot_losses
 from telemetry.report import EvaluationReport, StepReport

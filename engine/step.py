@@ -14,11 +14,13 @@ from corpus.batches import Batch
 @dataclass(frozen=True)
 class StepResult:
     """loss: mean over the global batch's unmasked tokens, before the update. grad_norm: global, before clipping.
-    skipped: nothing was updated because a gradient was not finite."""
+    skipped: nothing was updated because a gradient was not finite. unmasked_tokens: of the global batch; 0 on ranks
+    that hold no data."""
 
     loss: float
     grad_norm: float
     skipped: bool
+    unmasked_tokens: int
 
 
 class Trainer(Protocol):

@@ -111,7 +111,7 @@ class ZeroTrainer:
         assert batches is not None and len(batches) == self.engine.gradient_accumulation_steps()
         set_learning_rate(self.engine.optimizer, lr)
         skipped_before = self.engine.skipped_steps
-        scale = self._scale(batches)
+        scale, unmasked = self._scale(batches)
         total = torch.zeros((), device=self.engine.device)
         self.module.train()
         for batch in batches:
@@ -123,13 +123,14 @@ class ZeroTrainer:
         return StepResult(
             loss=self._mean(total, len(batches)), grad_norm=math.nan if norm is None else float(norm),
             skipped=self.engine.skipped_steps > skipped_before,
+            unmasked_tokens=unmasked,
         )  # fmt: skip
 
     def evaluate(self, batches: Sequence[Batch] | None) -> float:
         """Mean loss over the unmasked tokens of all data ranks' batches; the same number on every rank."""
         assert batches is not None
         self.module.eval()
-        scale = self._scale(batches)
+        scale, _ = self._scale(batches)
         with torch.no_grad():
             total = torch.stack([self._loss(batch, scale) for batch in batches]).sum()
         self.module.train()
@@ -156,10 +157,11 @@ class ZeroTrainer:
     def _loss(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
         return self.loss_fn(self.engine(self._inputs(batch)), (batch.labels_BS.to(self.engine.device), scale))
 
-    def _scale(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def _scale(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+        """The factor of every token loss, and the unmasked tokens of the global batch."""
         unmasked = count_unmasked(batches, data=self.groups.data, device=self.engine.device)
         scale = loss_scale(unmasked, num_micro_batches=len(batches), data=self.groups.data)
-        return scale.to(self.engine.device)
+        return scale.to(self.engine.device), unmasked
 
     def _mean(self, total: torch.Tensor, count: int) -> float:
         """Mean over micro-batches and data ranks of the scaled losses: the token mean."""

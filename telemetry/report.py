@@ -20,7 +20,8 @@ class StepReport:
     tokens: int  # token slots seen since the run began
     step_time_s: float
     data_time_s: float  # part of step_time_s spent waiting for batches
-    tokens_per_s: float  # over all devices
+    tokens_per_s: float  # token slots, over all devices
+    unmasked_tokens_per_s: float  # those that count in the loss, over all devices
     tokens_per_s_per_device: float
     model_flops_per_s_per_device: float  # recomputation excluded
     mfu: float | None  # model FLOP/s over the data-sheet peak; None where no peak is known

@@ -67,8 +67,8 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
         f"model     {config.model.name}: {parameters:,} parameters, {config.model.family.value}, "
         f"{config.model.num_layers} layers x {config.model.hidden_size}, {config.precision.dtype.value}",
         f"plan      {config.parallel.name}: tp={plan.tensor_model_parallel_size}"
-        f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage}, {plan.schedule}, recompute {plan.recompute}"
-        + (", sequence parallel" if plan.sequence_parallel else ""),
+        f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage},"
+        f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
         f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
         f"batch     {batches}, {config.data.sequence_length} tokens each",
         f"device    {plan.world_size} x {device_name}",

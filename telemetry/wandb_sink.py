@@ -46,6 +46,9 @@ class WandbSink:
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
         self.run.finish(exit_code=1 if failed else 0)
+        import wandb
+
+        wandb.teardown()  # finish returns before the service has written the file's last block
 
 
 def open_wandb(
@@ -92,5 +95,6 @@ def open_wandb(
             return WandbSink(run)
         except Exception as error:  # anything wandb raises must not end a training run; it is reported
             print(f"warning: wandb mode={mode} failed: {error!r}", file=sys.stderr, flush=True)
+            wandb.teardown()  # its service would refuse the same run id to the next attempt
     print("warning: wandb is off for this run; metrics.jsonl has everything", file=sys.stderr, flush=True)
     return None
