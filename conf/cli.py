@@ -184,7 +184,9 @@ def _sweep() -> int:
 
 def _refuse(problems: Sequence[str]) -> int:
     """Print on rank 0. The other ranks wait for it: a launcher ends all ranks when the first one leaves."""
-    if os.environ.get("RANK", "0") == "0":
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    outside = not (rank.isdigit() and size.isdigit() and int(rank) < int(size))  # no rank 0 may ever see this
+    if outside or rank == "0":
         print("\n".join(f"error: {line}" for line in problems), file=sys.stderr, flush=True)
     else:
         time.sleep(5)

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,19 @@ class Knob:
     item: Any = None  # dataclass of a list's items
 
 
-def knobs(kind: type = schema.Config, prefix: str = "") -> list[Knob]:
+@cache
+def knobs() -> tuple[Knob, ...]:
     """Every leaf of the schema in its order."""
-    sentences = _sentences()
+    return tuple(_knobs(schema.Config, "", _sentences()))
+
+
+def _knobs(kind: type, prefix: str, sentences: dict[tuple[str, str], str]) -> list[Knob]:
     hints = typing.get_type_hints(kind)
     found = []
     for field in fields(kind):
         key, hint = f"{prefix}{field.name}", hints[field.name]
         if is_dataclass(hint):
-            found += knobs(typing.cast(type, hint), f"{key}.")
+            found += _knobs(typing.cast(type, hint), f"{key}.", sentences)
             continue
         default = field.default
         if field.default_factory is not MISSING:
@@ -59,10 +64,11 @@ def knobs(kind: type = schema.Config, prefix: str = "") -> list[Knob]:
     return found
 
 
-def sections() -> list[str]:
+@cache
+def sections() -> tuple[str, ...]:
     """Dotted keys that hold other keys: model, telemetry.wandb, ..."""
     parts = [knob.key.split(".") for knob in knobs()]
-    return list(dict.fromkeys(".".join(p[:n]) for p in parts for n in range(1, len(p))))
+    return tuple(dict.fromkeys(".".join(p[:n]) for p in parts for n in range(1, len(p))))
 
 
 def names() -> list[str]:
@@ -118,7 +124,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def _sentences() -> dict[tuple[str, str], str]:
-    """(class, field) -> the comment on the field's line."""
+    """(class, field) -> the comment on the field's last line."""
     source = (CONF / "schema.py").read_text()
     comments = {
         token.start[0]: token.string.lstrip("# ")
@@ -126,7 +132,7 @@ def _sentences() -> dict[tuple[str, str], str]:
         if token.type == tokenize.COMMENT
     }
     return {
-        (node.name, line.target.id): comments.get(line.lineno, "")
+        (node.name, line.target.id): comments.get(line.end_lineno or line.lineno, "")
         for node in ast.parse(source).body
         if isinstance(node, ast.ClassDef)
         for line in node.body

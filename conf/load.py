@@ -52,10 +52,11 @@ RANGES: dict[Range, str] = {
         train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
         cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s
         telemetry.log_interval telemetry.wandb.init_timeout_s
+        benchmark.steps benchmark.rounds benchmark.cores
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
-        train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
+        benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
     """,
     SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
     UP_TO_1: "train.min_lr_ratio",

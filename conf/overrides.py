@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override, Sweep
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from conf.knobs import did_you_mean, is_known, knobs, names
 from conf.schema import Config
@@ -89,6 +90,9 @@ def _value_problem(key: str, value: Any, text: str) -> str | None:
 
 def explain(error: BaseException) -> str:
     """A Hydra or OmegaConf error in one line, with the nearest key where it is about an unknown one."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name} line {mark.line + 1} is not YAML: {error.problem}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)

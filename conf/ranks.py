@@ -2,8 +2,8 @@
 
     python -m conf.ranks experiment=stdlib_tp2_pp2        prints: 4
 
-On CPU that is tp x pp. On GPUs it is the most data-parallel copies of the model that fit on them and that divide the batch.
-Where GPUs are fewer than tp x pp and the command line names no plan itself, the plan shrinks to what they allow, and the
+On CPU that is tp x pp. On GPUs it is the most data-parallel copies of the model that fit on them and divide the batch.
+Where GPUs are fewer than tp x pp and the command line names no plan itself, the plan shrinks to what they allow: the
 override that does so is printed behind the number (`2 parallel=tp2`), and why on stderr.
 """
 

@@ -171,9 +171,7 @@ class TrainConfig:
     lr_schedule: LRSchedule = LRSchedule.cosine  # shape after warm-up
     lr_unit: LRUnit = LRUnit.steps  # what warm-up, decay and stable lengths count: steps or tokens
     lr_warmup: int = 0  # length of linear warm-up, in lr_unit
-    lr_decay: Optional[int] = (
-        None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: the run's end
-    )
+    lr_decay: Optional[int] = None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: at the end
     eval_interval: int = 50  # steps between evaluations; 0: never
     eval_samples: int = 64  # validation samples per evaluation (fewer where the split is shorter)
     max_bad_steps: int = 3  # non-finite steps in a row before the run stops

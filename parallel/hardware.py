@@ -60,7 +60,7 @@ def device_kind(environ: Mapping[str, str] = os.environ, *, devices: Path = Path
 
 
 def device_count(environ: Mapping[str, str] = os.environ, *, devices: Path = Path("/dev")) -> int:
-    """GPUs that a rank started here may use: those of CUDA_VISIBLE_DEVICES, or all; 0 where ranks compute on the CPU."""
+    """GPUs that ranks started here may use: those of CUDA_VISIBLE_DEVICES, or all; 0 where they use the CPU."""
     if device_kind(environ, devices=devices) == "cpu":
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")

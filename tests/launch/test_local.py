@@ -1,0 +1,156 @@
+"""launch/local.sh with small recipes: what it prints, its codes, and that nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "launch" / "local.sh"
+RECIPE = f"""
+import os, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from conf.cli import main
+
+def run(config, plan):
+    rank = int(os.environ["RANK"])
+    print("rank", rank, "of", plan.world_size, "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+    open(f"started-{{rank}}", "w").close()
+    if config.run.experiment == "dies" and rank == 1:
+        os._exit(3)
+    if config.run.experiment != "ends":
+        time.sleep(60)
+
+if __name__ == "__main__":
+    main(run)
+"""
+CLEAN = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+
+
+@pytest.fixture
+def start(tmp_path):
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    started = []
+
+    def run(*arguments: str, **environ: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [SCRIPT, *arguments],
+            cwd=tmp_path, env=CLEAN | {"DS_ACCELERATOR": "cpu"} | environ, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+
+
+@pytest.fixture
+def call(start):
+    def run(*arguments: str, **environ: str) -> tuple[int, str, str]:
+        process = start(*arguments, **environ)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+
+    return run
+
+
+def wait_until(true, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.1)
+
+
+def ranks_in(folder: Path) -> list[psutil.Process]:
+    """Recipe processes that run in this test's folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_a_dry_run_prints_the_quoted_command_and_starts_nothing(call, tmp_path):
+    code, out, _ = call("recipe.py", "data.sources=[{path: 'a b'}]", "train.lr=0.1", DRY_RUN="1", MASTER_PORT="29876")
+    assert code == 0
+    assert "--num_gpus 1 " in out and "--master_port 29876" in out and "train.lr=0.1" in out
+    assert r"data.sources=\[\{path:\ \'a\ b\'\}\]" in out and not (tmp_path / "started-0").exists()
+
+
+def test_without_n_the_plan_says_how_many_ranks(call):
+    assert "--num_gpus 4 " in call("recipe.py", "parallel=tp2_pp2", DRY_RUN="1")[1]
+
+
+def test_a_recipe_is_found_from_any_folder(call):
+    assert f"{ROOT}/recipes/pretrain.py" in call("-n", "1", "recipes/pretrain.py", DRY_RUN="1")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["-n", "none", "recipe.py"], "-n none is not a number of ranks"),
+        (["nothing.py"], "there is no recipe nothing.py"),
+        ([], "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..."),
+        (["recipe.py", "train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?"),
+    ],
+)
+def test_bad_arguments_end_with_code_2_before_anything_starts(call, arguments, line):
+    code, out, err = call(*arguments)
+    assert code == 2 and line in err and "deepspeed" not in out
+
+
+def test_a_port_in_use_is_named_and_a_free_one_is_found(call):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, _, err = call("-n", "1", "recipe.py", DRY_RUN="1", MASTER_PORT=port)
+        assert code != 0 and f"MASTER_PORT={port} cannot be used" in err
+        assert f"--master_port {port} " not in call("-n", "1", "recipe.py", DRY_RUN="1")[1]
+
+
+def test_all_ranks_run_share_the_cores_and_the_code_is_0(call):
+    code, out, err = call("-n", "2", "recipe.py", "run.experiment=ends")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert code == 0, err
+    assert sorted(line for line in out.splitlines() if line.startswith("rank")) == [
+        f"rank {rank} of 2 threads {threads}" for rank in range(2)
+    ]
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_code_and_leaves_no_rank(call, tmp_path):
+    code, _, _ = call("-n", "2", "recipe.py", "run.experiment=dies")
+    assert code == 3 and ranks_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_ranks(start, tmp_path, number, code):
+    process = start("-n", "2", "recipe.py", "run.experiment=sleeps")
+    wait_until(lambda: all((tmp_path / f"started-{rank}").exists() for rank in range(2)))
+    process.send_signal(number)
+    assert process.wait(timeout=30) == code
+    wait_until(lambda: ranks_in(tmp_path) == [], seconds=5)
+
+
+def test_a_killed_launcher_is_not_success_and_leaves_no_rank(start, tmp_path):
+    # DeepSpeed's launcher returns 0 here: a negative return code of its per-node process is not greater than 0.
+    process = start("-n", "2", "recipe.py", "run.experiment=sleeps")
+    wait_until(lambda: all((tmp_path / f"started-{rank}").exists() for rank in range(2)))
+    (per_node,) = [p for p in ranks_in(tmp_path) if "deepspeed.launcher.launch" in " ".join(p.cmdline())]
+    per_node.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "rank 0 did not finish" in err
+    assert ranks_in(tmp_path) == []
