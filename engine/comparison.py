@@ -1,7 +1,7 @@
 """Measurements to rates, ratios, a table and a JSON record. Pure arithmetic: nothing is run here.
 
-Rates use the median step; tokens per CPU-second the process time of all ranks over all measured steps. A ratio is ours over
-the peer's, so above 1 we are faster. Model FLOPs count as in `parallel.flops` (recomputation and causality excluded).
+Rates use the median step; tokens per CPU-second the process time of all ranks over all measured steps. A ratio is ours
+over the peer's, so above 1 we are faster. Model FLOPs count as in `parallel.flops` (no recomputation, whole scores).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from telemetry.tables import size, table
 
 @dataclass(frozen=True)
 class Rates:
-    """step_time_s: median; tokens_per_cpu_s: of CPU time summed over ranks; of_matmul_rate: model FLOP/s over what a matrix
-    product reaches on as many cores; peak_memory_bytes: of the largest rank."""
+    """step_time_s: median; tokens_per_cpu_s: of CPU time summed over ranks; of_matmul_rate: model FLOP/s over what a
+    matrix product reaches on as many cores; peak_memory_bytes: of the largest rank."""
 
     name: str
     ranks: int

@@ -1,4 +1,4 @@
-"""What recipes/benchmark.py measures: our plans by name, and for each mesh the programs of other packages that fit it."""
+"""What recipes/benchmark.py measures: our plans by name, and for each mesh programs of other packages that fit it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]
 
 
 def peers(config: Config, mesh: Mesh) -> list[Contender]:
-    """Programs of other packages on this mesh; none for a family, a mix of axes or masked documents they do not have."""
+    """Programs of other packages on this mesh; none for a family, mix of axes or masked documents they do not have."""
     tp, pp, dp = mesh
     programs: dict[str, Callable[[Config, ParallelPlan], Step]] = {}
     if tp == pp == dp == 1:

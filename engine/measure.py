@@ -1,7 +1,7 @@
 """Programs that train, side by side: each in its own set of spawned ranks, taking turns, step by step on one clock.
 
-A contender is opened once and waits, idle, for its turns: A warms up, B warms up, then rounds of A B, B A, ... so that a
-machine that slows down slows all of them. Ranks of one machine share CLOCK_MONOTONIC; a step ends when its last rank ends it.
+A contender is opened once and waits, idle, for its turns: A warms up, B warms up, then rounds of A B, B A, ... so that
+a machine that slows down slows all of them. Ranks of one machine share CLOCK_MONOTONIC; a step ends with its last rank.
 Not here: what the contenders are (engine/contenders.py, engine/peers*.py), ratios and tables (engine/comparison.py).
 """
 
@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from statistics import median
@@ -124,7 +125,7 @@ class Ranks:
         self.result.peak_memory_bytes = max(turn.peak_memory_bytes for turn in turns)
         if measured:
             ends = [max(times) for times in zip(*(turn.times_s for turn in turns), strict=True)]
-            self.result.step_times_s += [end - start for start, end in zip(ends, ends[1:], strict=False)]
+            self.result.step_times_s += [end - start for start, end in pairwise(ends)]
             self.result.cpu_s += sum(turn.cpu_s for turn in turns)
 
     def _answers(self) -> list[_Turn]:
@@ -168,6 +169,8 @@ def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent:
             cpu_s = time.process_time() - cpu_s
             done += count
             parent.send(_Turn(times, cpu_s, losses, device.peak_memory_bytes()))
+    except EOFError:
+        return  # the parent is gone
     except BaseException:
         parent.send(traceback.format_exc())
 

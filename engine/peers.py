@@ -1,8 +1,8 @@
-"""Programs of other packages that train the same model: a transformers Llama in the loop its users write. The base of comparison
-in recipes/benchmark.py, here for one process and under DistributedDataParallel.
+"""Programs of other packages that train the same model: a transformers Llama in the loop its users write.
 
-Same initial weights, tokens, loss, clipping and torch's fused AdamW with the same two parameter groups as ours; first losses
-are compared in tests/engine/test_benchmark.py. Not here: DeepSpeed's (engine/peers_deepspeed.py), DTensor (peers_dtensor.py).
+What recipes/benchmark.py compares with; here for one process and under DistributedDataParallel. Same initial weights,
+tokens, loss, clipping and torch's fused AdamW with the same two parameter groups as ours; first losses are compared in
+tests/engine/test_benchmark.py. Not here: DeepSpeed's (engine/peers_deepspeed.py) and DTensor (engine/peers_dtensor.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parallel.plan import ParallelPlan
 def llama_config(model: ModelConfig, *, sequence_length: int) -> LlamaConfig:
     """transformers' config of the same model, with sdpa attention and without a key-value cache."""
     shape = model_shape(model)
-    return LlamaConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_layers,
@@ -50,6 +50,7 @@ def llama_config(model: ModelConfig, *, sequence_length: int) -> LlamaConfig:
         attn_implementation="sdpa",
         use_cache=False,
     )
+    return LlamaConfig(**sizes)
 
 
 def whole_transformer(config: Config, *, padded_vocab_size: int) -> Transformer:
@@ -65,7 +66,7 @@ def whole_transformer(config: Config, *, padded_vocab_size: int) -> Transformer:
 def llama_state(config: Config) -> dict[str, torch.Tensor]:
     """Our initial weights under transformers' names."""
     transformer = whole_transformer(config, padded_vocab_size=config.model.vocab_size)
-    canonical = {}
+    canonical: dict[str, torch.Tensor] = {}
     for parameter in transformer.parameters():
         canonical |= to_canonical(parameter.detach(), parameter.info)  # type: ignore[attr-defined]
     return to_huggingface_state(canonical, config.model)

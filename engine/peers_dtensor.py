@@ -1,7 +1,7 @@
 """The peer of recipes/benchmark.py that splits transformers' Llama by torch's own tensor parallelism (DTensor).
 
-The plan of torch's tutorial "Large Scale Transformer model training with Tensor Parallel": query, key, value, gate and up
-column-wise, the outputs row-wise, embedding and head over the vocabulary, loss_parallel so that logits stay split.
+The plan of torch's tutorial "Large Scale Transformer model training with Tensor Parallel": query, key, value, gate and
+up column-wise, the outputs row-wise, embedding and head over the vocabulary, loss_parallel so that logits stay split.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from parallel.plan import ParallelPlan
 
 
 def styles() -> dict[str, ParallelStyle]:
-    """What is done to which module of LlamaForCausalLM. Inputs become DTensors once for query, key and value (and once for gate
-    and up), so that their input gradients are summed once."""
+    """What is done to which module of LlamaForCausalLM.
+
+    Inputs become DTensors once for query, key and value (and once for gate and up): their gradients are summed once.
+    """
     return {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "model.layers.*.self_attn": PrepareModuleInput(
@@ -77,7 +79,7 @@ def transformers_dtensor(config: Config, plan: ParallelPlan) -> Step:
                     logits = module(input_ids=batch.tokens_BS).logits
                     loss = F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten()) / len(batches)
                 loss.backward()
-            total += loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
+            total += loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
         clip()
         optimizer.step()
         optimizer.zero_grad()

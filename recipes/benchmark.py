@@ -4,8 +4,8 @@
     python recipes/benchmark.py benchmark.plans=[tp2,tp2_sp] precision=bf16
     python recipes/benchmark.py benchmark.plans=[tp2_pp2,tp4] benchmark.cores=4 model.num_layers=4
 
-Started as one process: it spawns the ranks of each contender itself. Prints rates and ratios, and writes them with every
-measured step to run.dir/benchmark/ID.json.
+Started as one process: it spawns the ranks of each contender itself. Prints rates and ratios, and writes them with
+every measured step to run.dir/benchmark/ID.json.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def run(config: Config, plan: ParallelPlan) -> int:
     import torch
 
     from conf.load import to_plain
-    from engine.comparison import rates, rates_table, ratios, ratios_table, record
+    from engine.comparison import Rates, rates, rates_table, ratios, ratios_table, record
     from engine.contenders import comparisons
     from engine.device import this_device
     from engine.failure import refuse
-    from engine.measure import MatmulRate, compare
+    from engine.measure import Contender, MatmulRate, Measurement, compare
     from engine.session import DTYPES
     from parallel.flops import model_flops_per_token
     from telemetry.run_folder import git_commit, new_run_id, write_json
@@ -49,32 +49,31 @@ def run(config: Config, plan: ParallelPlan) -> int:
     flops = model_flops_per_token(config.model, config.data.sequence_length)
     print(
         f"{config.model.name}, {tokens} tokens a step, {config.precision.dtype.value}, {device.name}, {cores} cores; "
-        f"{sum(len(ours) + len(peers) for ours, peers in groups)} contenders, {chosen.rounds} rounds of {chosen.steps} steps"
+        f"{sum(len(ours) + len(peers) for ours, peers in groups)} contenders, "
+        f"{chosen.rounds} rounds of {chosen.steps} steps"
     )
 
     def between(message: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
         rate.measure()
 
-    measurements = {}
+    measurements: dict[str, Measurement] = {}
     for ours, peers in groups:
         measurements |= compare(
             [*ours, *peers], cores=cores, warmup_steps=chosen.warmup_steps, steps=chosen.steps, rounds=chosen.rounds,
             between=between,
         )  # fmt: skip
-    measured = [
-        tuple(
-            [
-                rates(
-                    one.name, measurements[one.name], ranks=one.ranks, tokens_per_step=tokens, flops_per_token=flops,
-                    matmul_rate=rate.median,
-                )
-                for one in part
-            ]
-            for part in group
-        )
-        for group in groups
-    ]  # fmt: skip
+
+    def rates_of(contenders: list[Contender]) -> list[Rates]:
+        return [
+            rates(
+                one.name, measurements[one.name], ranks=one.ranks, tokens_per_step=tokens, flops_per_token=flops,
+                matmul_rate=rate.median,
+            )
+            for one in contenders
+        ]  # fmt: skip
+
+    measured = [(rates_of(ours), rates_of(peers)) for ours, peers in groups]
     rows = [row for ours, peers in measured for row in (*ours, *peers)]
     print(f"\n{rates_table(rows)}\n\nmatrix product: {rate.median / 1e9:.1f} GFLOP/s on {cores} cores (median)\n")
     pairs = [ratio for ours, peers in measured for ratio in ratios(ours, peers)]

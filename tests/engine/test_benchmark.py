@@ -86,8 +86,8 @@ def test_benchmark_of_two_contenders_writes_table_and_json(tmp_path: Path) -> No
     assert one == pytest.approx(two, rel=1e-5)
 
 
-# The same start, tokens and rule of update: only the order of sums differs, 1e-6 in the first steps. A peer that skipped
-# clipping, decayed norms, or saw other tokens would be off by more than 1e-3 from the second step on.
+# The same start, tokens and rule of update: only the order of sums differs, 1e-6 in the first steps. A peer that did
+# not clip, or saw other tokens, would be off by more than 1e-3 within these four steps.
 SAME = 1e-3
 
 
