@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from conf.schema import Config, DType
+from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
 
 
@@ -47,13 +48,16 @@ def zero_section(config: Config, plan: ParallelPlan) -> dict[str, Any]:
     section: dict[str, Any] = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return section
+    # DeepSpeed allocates a bucket whole: no more than the largest stage can fill.
+    stages = range(plan.pipeline_model_parallel_size)
+    bucket_size = min(config.zero.bucket_size, max(stage_parameters(config, plan, stage) for stage in stages))
     section |= {
-        "reduce_bucket_size": config.zero.bucket_size,
-        "allgather_bucket_size": config.zero.bucket_size,
+        "reduce_bucket_size": bucket_size,
+        "allgather_bucket_size": bucket_size,
         "overlap_comm": plan.pipeline_model_parallel_size == 1 and plan.zero_stage >= 2,
     }
     if config.zero.offload_optimizer:
         section["offload_optimizer"] = {"device": "cpu"}
     if plan.zero_stage == 3:
-        section |= {"stage3_prefetch_bucket_size": config.zero.bucket_size, "stage3_param_persistence_threshold": 0}
+        section |= {"stage3_prefetch_bucket_size": bucket_size, "stage3_param_persistence_threshold": 0}
     return section

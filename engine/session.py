@@ -60,9 +60,8 @@ class Session:
 
     def _open(self) -> None:
         torch.use_deterministic_algorithms(self.config.train.deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new buffer once for nothing
         self.device = this_device()
-        if self.device.kind == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(threads_per_rank())
         start(self.device, timeout_s=self.config.cluster.timeout_s)
         self.run_id = broadcast(self.config.run.id or new_run_id())
         if self.rank == 0:
@@ -93,9 +92,3 @@ def announce(text: str) -> None:
     """Print on rank 0 only, also before a session is open."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
-
-
-def threads_per_rank() -> int:
-    """This machine's cores shared by its ranks (LOCAL_WORLD_SIZE of torchrun, LOCAL_SIZE of deepspeed)."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-    return max(1, len(os.sched_getaffinity(0)) // ranks)

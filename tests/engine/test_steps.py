@@ -82,7 +82,7 @@ def test_a_batch_without_any_valid_label_is_finite() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_clipping_uses_the_true_norm(layout: str, tied: bool) -> None:
     """Case C6. With epsilon far above every gradient, AdamW's first step is lr / epsilon = 100 times the clipped
-    gradient: the whole change has norm 100 x clip_grad, and each rank's part of each tensor changes as in one process."""
+    gradient: the whole change has norm 100 x clip_grad, and each rank's part of each tensor is the one-process one."""
     ranks, changes = LAYOUTS[layout]
     as_gradient: dict[str, Any] = {
         "train__lr_schedule": LRSchedule.constant,
