@@ -90,12 +90,12 @@ def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -
 
     config_dir: a folder of more YAML groups.
     """
-    folders = [CONF] if config_dir is None else [CONF, Path(config_dir).resolve()]
+    folders = _folders(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
         raise ConfigError(problems)
     register()
-    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{folders[1]}]"]
+    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{folders[-1]}]"]
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             return typed(compose("config", [*extra, *overrides.opened(arguments)]))
@@ -110,7 +110,7 @@ def register() -> None:
 
 def _main(entry: Entry, argv: Sequence[str]) -> int:
     rank, world_size = world()
-    flags = _flags(argv)
+    flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:
         return 0
@@ -124,7 +124,7 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
             [f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"]
         )
     if flags.multirun or asks:
-        problems = overrides.problems(flags.overrides, options=options())
+        problems = overrides.problems(flags.overrides, options=options(_folders(flags.config_dir)))
         if problems:
             raise ConfigError(problems)
         return _sweep() if flags.multirun else _hydra(lambda cfg: None)
@@ -150,7 +150,12 @@ def share_cores(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
-def _flags(argv: Sequence[str]) -> Namespace:
+def _folders(config_dir: str | None) -> list[Path]:
+    return [CONF] if config_dir is None else [CONF, Path(config_dir).resolve()]
+
+
+def parse_flags(argv: Sequence[str]) -> Namespace:
+    """Hydra's own arguments; ConfigError for a flag it does not have."""
     parser = get_args_parser()
 
     def error(message: str) -> NoReturn:
@@ -163,6 +168,7 @@ def _flags(argv: Sequence[str]) -> Namespace:
 def _hydra(task: Callable[[DictConfig], None]) -> int:
     """Let Hydra itself serve the command line."""
     register()
+    sys.argv[1:] = overrides.opened(sys.argv[1:])
     hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(task)()
     return 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from conf.cli import compose_config, without_launcher_arguments
+from conf.cli import compose_config, parse_flags, without_launcher_arguments
 from conf.load import ConfigError, range_problems
 from conf.schema import Config
 from parallel import rules
@@ -21,9 +21,11 @@ from parallel.hardware import device_count, device_kind
 SMALLER_PLANS = ("tp2", "tp1")  # tried in this order
 
 
-def choose(arguments: Sequence[str], *, device: str, devices: int) -> tuple[int, list[str]]:
+def choose(
+    arguments: Sequence[str], *, device: str, devices: int, config_dir: str | None = None
+) -> tuple[int, list[str]]:
     """Number of ranks, and overrides to add. Raises ConfigError where no number of ranks fits."""
-    config = compose_config(arguments)
+    config = compose_config(arguments, config_dir=config_dir)
     problems = range_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -34,7 +36,7 @@ def choose(arguments: Sequence[str], *, device: str, devices: int) -> tuple[int,
         return _most(config, devices, device), []
     if not any(word.lstrip("+").startswith("parallel") for word in arguments):
         for plan in SMALLER_PLANS:
-            smaller = compose_config([*arguments, f"parallel={plan}"])
+            smaller = compose_config([*arguments, f"parallel={plan}"], config_dir=config_dir)
             if smaller.parallel.tp <= devices:
                 return _most(smaller, devices, device), [f"parallel={plan}"]
     raise ConfigError([
@@ -54,11 +56,9 @@ def _most(config: Config, devices: int, device: str) -> int:
 
 def main() -> int:
     device = device_kind()
-    words = without_launcher_arguments(sys.argv[1:])
     try:
-        ranks, added = choose(
-            [word for word in words if not word.startswith("-")], device=device, devices=device_count()
-        )
+        flags = parse_flags(without_launcher_arguments(sys.argv[1:]))
+        ranks, added = choose(flags.overrides, device=device, devices=device_count(), config_dir=flags.config_dir)
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in error.problems), file=sys.stderr)
         return 2

@@ -115,7 +115,6 @@ class PrecisionConfig:
     initial_loss_scale_power: int = 16  # fp16: first loss scale is 2 to this power
     loss_scale_window: int = 1000  # fp16: good steps before the scale doubles
     min_loss_scale: float = 1.0  # fp16: the run stops with a message when overflow persists at this scale
-    cpu_shm_comm: bool = False  # CPU: let DeepSpeed compile its shared-memory all-reduce (minutes, once)
 
 
 @dataclass

@@ -50,8 +50,8 @@ def state_bytes(config: Config, *, dp: int) -> StateBytes:
 def in_flight(stage: int, *, pp: int, num_micro_batches: int, schedule: str = "1f1b") -> int:
     """Micro-batches whose activations a pipeline rank holds at once.
 
-    1F1B: P - stage (arXiv:2104.04473); dualpipev: P + 1 on every rank (DeepSeek-AI's DualPipe notes). Never more than
-    there are.
+    1F1B: P - stage (arXiv:2104.04473). dualpipev: 2 P + 1 halves (a rank's two stages), so P + 1 on every rank. Never
+    more than there are.
     """
     return min(pp + 1 if schedule == "dualpipev" else pp - stage, num_micro_batches)
 

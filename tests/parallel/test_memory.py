@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, PipeSchedule, TrainSchedule
 
 from conf.schema import Config, DType, Family, Recompute
 from model.layers import build_layer_specs, run_layers
@@ -64,8 +66,29 @@ def test_the_first_stage_holds_min_of_stages_and_micro_batches(micro_batches, he
     assert predict(config, ParallelPlan.from_config(config, 4), device="cpu")[0].in_flight == held
 
 
-def test_later_stages_hold_fewer_micro_batches():
-    assert [in_flight(stage, pp=4, num_micro_batches=8) for stage in range(4)] == [4, 3, 2, 1]
+def most_at_once(schedule: PipeSchedule) -> int:
+    """Forward passes whose backward has not come yet, at their most."""
+    alive = most = 0
+    for commands in schedule:
+        for command in commands:
+            alive += isinstance(command, ForwardPass) - isinstance(command, BackwardPass)
+            most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 8), (4, 2), (2, 1), (3, 3)])
+def test_micro_batches_in_flight_are_those_of_deepspeeds_1f1b(stages, micro_batches):
+    for stage in range(stages):
+        theirs = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
+        assert in_flight(stage, pp=stages, num_micro_batches=micro_batches) == most_at_once(theirs)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 12)])
+def test_micro_batches_in_flight_are_those_of_deepspeeds_dualpipev(stages, micro_batches):
+    for stage in range(stages):
+        theirs = DualPipeVSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
+        ours = in_flight(stage, pp=stages, num_micro_batches=micro_batches, schedule="dualpipev")
+        assert ours == math.ceil(most_at_once(theirs) / 2)  # their passes are of half a rank's blocks
 
 
 @pytest.mark.parametrize("tied", [False, True])
