@@ -102,7 +102,7 @@ def _ledger(config: Config, plan: ParallelPlan, pp_rank: int, device: str) -> Le
         optimizer_moments=0 if offload else round(parameters * states.moments),
         activations=round(held * kept),
         logits=round(logits),
-        buffers=_pipeline_buffers(config, plan, held, device) + _bucket_bytes(config, plan, parameters, device),
+        buffers=_pipeline_buffers(config, plan, held, device) + _bucket_bytes(config, plan),
         workspace=round(workspace),
         host=round(parameters * (states.master_weights + states.moments)) if offload else 0,
     )
@@ -115,15 +115,15 @@ def _pipeline_buffers(config: Config, plan: ParallelPlan, held: int, device: str
     return round((held + 2) * activations.hidden_bytes(config, device=device))
 
 
-def _bucket_bytes(config: Config, plan: ParallelPlan, parameters: int, device: str) -> int:
+def _bucket_bytes(config: Config, plan: ParallelPlan) -> int:
     """ZeRO's flat buffer for reducing gradients; two of them where communication overlaps (no pipeline, ZeRO 2 or 3).
 
-    On a GPU the whole bucket is taken, on CPU only what is written to it counts. bf16 with fp32 accumulation and ZeRO 1
+    Its size is zero.bucket_size, or what the largest stage can fill. bf16 with fp32 accumulation and ZeRO 1
     (BF16_Optimizer) reduces in place.
     """
     dtype, accumulate = config.precision.dtype, config.precision.grad_accum_dtype
     if plan.zero_stage == 0 or (plan.zero_stage == 1 and dtype is DType.bf16 and accumulate is DType.fp32):
         return 0
-    elements = config.zero.bucket_size if device != "cpu" else min(config.zero.bucket_size, parameters)
+    largest = max(stage_parameters(config, plan, stage) for stage in range(plan.pipeline_model_parallel_size))
     copies = 2 if plan.zero_stage >= 2 else 1
-    return copies * elements * StateBytes.of(accumulate)
+    return copies * min(config.zero.bucket_size, largest) * StateBytes.of(accumulate)
