@@ -60,7 +60,7 @@ class Session:
 
     def _open(self) -> None:
         torch.use_deterministic_algorithms(self.config.train.deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it would write every new buffer once for nothing
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write every new buffer once for nothing
         self.device = this_device()
         start(self.device, timeout_s=self.config.cluster.timeout_s)
         self.run_id = broadcast(self.config.run.id or new_run_id())
