@@ -167,9 +167,7 @@ class PipelineTrainer:
         """This rank's vocabulary shard of the logits [B, S, V/T] on the loss stage, None elsewhere."""
         count = 2 * self.groups.pipeline.size if self.plan.schedule == "dualpipev" else 1
         stream, _ = self._stream([batch] * count if self.holds_data else None, count)
-        _, logits = self.engine.eval_batch(
-            stream, return_logits=True, compute_loss=False, reduce_output=None, num_micro_batches=count
-        )
+        _, logits = self.engine.eval_batch(stream, return_logits=True, num_micro_batches=count)
         self.module.train()
         return logits
 
