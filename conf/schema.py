@@ -18,7 +18,7 @@ class Family(str, Enum):
 
 
 # Members go by the name that is typed, and "1f1b" is no Python name.
-Schedule = Enum("Schedule", {"1f1b": "1f1b", "dualpipev": "dualpipev"}, type=str)
+Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
 
 
 class Recompute(str, Enum):
@@ -91,7 +91,7 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel degree: ranks that share every matrix
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
-    schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b or dualpipev
+    schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
     stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
@@ -227,8 +227,8 @@ class BenchmarkConfig:
     """What recipes/benchmark.py compares, on the model, batch and precision of the rest of the config."""
 
     plans: list[str] = field(
-        default_factory=lambda: ["tp1", "dp2", "dp2_zero1", "pp2", "pp2_dualpipev", "tp2"]
-    )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, dualpipev
+        default_factory=lambda: ["tp1", "dp2", "dp2_zero1", "pp2", "pp2_eager1f1b", "tp2"]
+    )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, a schedule
     peers: bool = True  # measure each plan beside programs of other packages that split the model the same way
     warmup_steps: int = 2  # optimizer steps of each contender before anything is measured
     steps: int = 2  # measured optimizer steps of a contender in one round

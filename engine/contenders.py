@@ -48,7 +48,7 @@ PARTS = {"tp": r"tp(\d+)", "pp": r"pp(\d+)", "dp": r"dp(\d+)", "zero": r"zero([0
 def plan_config(name: str, config: Config) -> tuple[Config, Mesh]:
     """`config` split as a name such as "tp2_pp2_zero1_sp" says, and its mesh.
 
-    Raises ValueError where the name has a part that is none of tpN, ppN, dpN, zeroN, sp, dualpipev.
+    Raises ValueError where the name has a part that is none of tpN, ppN, dpN, zeroN, sp, a schedule.
     """
     numbers = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
     parallel = ParallelConfig(name=name, recompute=config.parallel.recompute)
@@ -58,11 +58,11 @@ def plan_config(name: str, config: Config) -> tuple[Config, Mesh]:
             numbers[key] = int(match[1])
         if part == "sp":
             parallel.sequence_parallel = True
-        elif part == "dualpipev":
-            parallel.schedule = Schedule.dualpipev
+        elif part in {schedule.value for schedule in Schedule}:
+            parallel.schedule = Schedule(part)
         elif not found:
             raise ValueError(
-                f"benchmark.plans: {part!r} of {name!r} is not known; join tpN, ppN, dpN, zeroN, sp, dualpipev by _"
+                f"benchmark.plans: {part!r} of {name!r} is not known; join tpN, ppN, dpN, zeroN, sp, eager1f1b by _"
             )
     parallel.tp, parallel.pp = numbers["tp"], numbers["pp"]
     split = copy.deepcopy(config)

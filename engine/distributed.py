@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed
 
-from engine.device import Device
+from engine.device import Device, keep_freed_memory
 
 
 def free_port() -> int:
@@ -40,6 +40,7 @@ def start(device: Device, *, timeout_s: float) -> None:
         os.environ["MASTER_PORT"] = str(free_port())
     if device.kind == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        keep_freed_memory()
     # torch 2.13 renamed two collectives that DeepSpeed 0.19 still calls by their old names, several times a step.
     old_names = r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated"
     warnings.filterwarnings("ignore", message=old_names, category=FutureWarning)

@@ -1,9 +1,9 @@
 """Eager 1F1B on DeepSpeed's pipeline engine: more forwards in flight, and sends that do not wait for the receiver.
 
-A stage computes up to 2 (P - stage) - 1 forwards before its first backward, where 1F1B computes P - stage (arXiv:2211.05322,
-section 5.3): gradients then arrive while it still has forwards to do. It costs the activations of up to P - 1 more
-micro-batches on the first stage. Activations and gradients travel on a process group each, so that neither direction
-waits for the other. Not here: what a stage computes (engine/pipeline.py).
+A stage computes up to 2 (P - stage) - 1 forwards before its first backward, where 1F1B computes P - stage
+(arXiv:2211.05322): gradients then arrive while it still has forwards to do. It costs the activations of up to P - 1
+more micro-batches on the first stage. Activations and gradients travel on a process group each, so that neither
+direction waits for the other. Not here: what a stage computes (engine/pipeline.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class EagerSchedule(schedule.PipeSchedule):
         return max(2, self._warm_up())
 
     def _warm_up(self) -> int:
-        return in_flight(
-            self.stage_id, pp=self.stages, num_micro_batches=self.micro_batches, schedule="eager1f1b"
-        )
+        return in_flight(self.stage_id, pp=self.stages, num_micro_batches=self.micro_batches, schedule="eager1f1b")
 
     def steps(self) -> Iterator[list[schedule.PipeInstruction]]:
         ahead = self._warm_up()
@@ -88,13 +86,12 @@ class EagerExchange:
         received = [self._receive(like, engine.prev_stage, self.activations) for like in _as_list(self.shapes)]
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point())
-        engine.pipe_buffers["inputs"][buffer_id] = (
-            received[0] if torch.is_tensor(self.shapes) else tuple(received)
-        )
+        engine.pipe_buffers["inputs"][buffer_id] = received[0] if torch.is_tensor(self.shapes) else tuple(received)
 
     def send_gradients(self, engine: PipelineEngine, buffer_id: int) -> None:
         for tensor in _as_list(engine.pipe_buffers["inputs"][buffer_id]):
             if tensor.is_floating_point():
+                assert tensor.grad is not None
                 self._send(tensor.grad, engine.prev_stage, self.gradients)
         engine.pipe_buffers["inputs"][buffer_id] = None
 

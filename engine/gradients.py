@@ -37,8 +37,6 @@ def global_norm(
     return squares.sqrt()
 
 
-def clip_by_norm(parameters: Iterable[torch.nn.Parameter], norm: float, *, max_norm: float) -> None:
-    """Scale every gradient by max_norm / norm where the norm is larger (in place)."""
-    if norm > max_norm > 0:
-        grads = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, max_norm / norm)
+def clip_factor(norm: float, *, max_norm: float) -> float:
+    """What gradients are multiplied with: max_norm / norm where the norm is larger, else 1. max_norm 0: no clipping."""
+    return max_norm / norm if norm > max_norm > 0 else 1.0

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine around our layers: pp >= 1, ZeRO 0 and 1, schedules 1f1b and dualpipev.
+"""DeepSpeed's pipeline engine around our layers: pp >= 1, ZeRO 0 and 1, schedules 1f1b, eager1f1b and dualpipev.
 
 What is ours here: stages come from the plan, recomputation from `model.layers.run_layers` (DeepSpeed picks layers by
 class name), and in plain fp32 without ZeRO the gradient norm, clipping and the skipping of non-finite steps.
@@ -24,7 +24,8 @@ from conf.schema import Config, DType
 from corpus.batches import Batch
 from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
-from engine.gradients import clip_by_norm, global_norm
+from engine.eager_schedule import EagerExchange
+from engine.gradients import clip_factor, global_norm
 from engine.loss import TokenLoss, count_unmasked, loss_scale
 from engine.optimizer import build_optimizer, parameter_groups
 from engine.step import StepResult, set_learning_rate, split_batch
@@ -127,8 +128,12 @@ class PipelineTrainer:
                 config=deepspeed_config(config, plan, num_micro_batches=num_micro_batches),
             )
         self.module = module
+        self.exchange: EagerExchange | None = None
+        if plan.schedule == "eager1f1b" and groups.pipeline.size > 1:
+            self.exchange = EagerExchange(self.engine, groups.pipeline, lines=plan.topology.lines("pipe"))
         self.owns_norm = plan.zero_stage == 0 and config.precision.dtype is DType.fp32
         if self.owns_norm:
+            self.engine.allreduce_gradients = self._sum_gradients
             self.engine._take_model_step = types.MethodType(_guarded_model_step(self), self.engine)
 
     @property
@@ -148,6 +153,7 @@ class PipelineTrainer:
         skipped_before = engine.skipped_steps
         stream, unmasked = self._stream(batches, count)
         loss = engine.train_batch(data_iter=stream)
+        self._finish_sends()
         norm = engine.get_global_grad_norm()
         return StepResult(
             loss=float(loss), grad_norm=math.nan if norm is None else float(norm),
@@ -160,6 +166,7 @@ class PipelineTrainer:
         count = self._agree_on_count(batches)
         stream, _ = self._stream(batches, count)
         loss = self.engine.eval_batch(stream, num_micro_batches=count)
+        self._finish_sends()
         self.module.train()
         return float(loss)
 
@@ -168,6 +175,7 @@ class PipelineTrainer:
         count = 2 * self.groups.pipeline.size if self.plan.schedule == "dualpipev" else 1
         stream, _ = self._stream([batch] * count if self.holds_data else None, count)
         _, logits = self.engine.eval_batch(stream, return_logits=True, num_micro_batches=count)
+        self._finish_sends()
         self.module.train()
         return logits
 
@@ -182,6 +190,21 @@ class PipelineTrainer:
         if count != self.engine.micro_batches:
             plan = self.plan
             self.engine.set_train_batch_size(count * plan.micro_batch_size * plan.data_parallel_size)
+
+    def _finish_sends(self) -> None:
+        if self.exchange is not None:
+            self.exchange.finish()
+
+    def _sum_gradients(self, bucket_size: int | None = None) -> None:
+        """Sum over the data axis, in place (DeepSpeed copies all gradients to a flat buffer, averages, copies back).
+
+        The average's division is part of the optimizer's scaling.
+        """
+        if self.groups.data.size > 1:
+            group = self.groups.data.process_group
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            for work in [torch.distributed.all_reduce(grad, group=group, async_op=True) for grad in gradients]:
+                work.wait()
 
     def _agree_on_count(self, batches: Sequence[Batch] | None) -> int:
         """Number of micro-batches, known to the ranks that hold data, on every rank of the pipeline."""
@@ -212,10 +235,13 @@ def _guarded_model_step(trainer: PipelineTrainer) -> Any:
             if trainer.groups.tensor.size * trainer.groups.pipeline.size > 1
             else None
         )
-        norm = float(global_norm(parameters, tensor=trainer.groups.tensor, model_group=model_group))
+        ranks = trainer.groups.data.size
+        norm = float(global_norm(parameters, tensor=trainer.groups.tensor, model_group=model_group)) / ranks
         engine._global_grad_norm = norm
         if math.isfinite(norm):
-            clip_by_norm(parameters, norm, max_norm=trainer.clip_grad)
+            # The fused kernel divides each gradient as it reads it: averaging and clipping cost no pass of their own.
+            divisor = ranks / clip_factor(norm, max_norm=trainer.clip_grad)
+            engine.optimizer.grad_scale = torch.tensor(divisor, device=engine.device)
             type(engine)._take_model_step(engine, lr_kwargs)
         else:
             engine.zero_grad()

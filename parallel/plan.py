@@ -37,7 +37,7 @@ class ParallelPlan:
     data_parallel_size: int
     world_size: int
     sequence_parallel: bool
-    schedule: str  # 1f1b or dualpipev
+    schedule: str  # 1f1b, eager1f1b or dualpipev
     zero_stage: int
     micro_batch_size: int
     global_batch_size: int

@@ -50,10 +50,11 @@ def state_bytes(config: Config, *, dp: int) -> StateBytes:
 def in_flight(stage: int, *, pp: int, num_micro_batches: int, schedule: str = "1f1b") -> int:
     """Micro-batches whose activations a pipeline rank holds at once.
 
-    1F1B: P - stage (arXiv:2104.04473). dualpipev: 2 P + 1 halves (a rank's two stages), so P + 1 on every rank. Never
-    more than there are.
+    1F1B: P - stage (arXiv:2104.04473). Eager 1F1B: 2 (P - stage) - 1 (arXiv:2211.05322). dualpipev: 2 P + 1 halves (a
+    rank's two stages), so P + 1 on every rank. Never more than there are.
     """
-    return min(pp + 1 if schedule == "dualpipev" else pp - stage, num_micro_batches)
+    held = {"1f1b": pp - stage, "eager1f1b": 2 * (pp - stage) - 1, "dualpipev": pp + 1}
+    return min(held[schedule], num_micro_batches)
 
 
 def stage_loads(config: Config, *, dp: int, num_micro_batches: int, device: str) -> list[Load]:

@@ -22,7 +22,7 @@ CHOICES = {
     "dp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "zero": (0, 1, 2, 3),
-    "schedule": ("1f1b", "dualpipev"),
+    "schedule": ("1f1b", "eager1f1b", "dualpipev"),
     "recompute": ("none", "selective", "full"),
     "family": ("llama", "gpt2"),
     "tied": (False, True),
@@ -34,7 +34,7 @@ def is_allowed(case: Case) -> bool:
     if ranks > 8 or (case["sequence_parallel"] and case["tp"] == 1) or (case["zero"] >= 2 and case["pp"] > 1):
         return False
     # DualPipeV needs two blocks a rank (the model has four) and ranks to pass between
-    return case["schedule"] == "1f1b" or case["pp"] == 2
+    return case["schedule"] == "1f1b" or (case["schedule"] == "eager1f1b" and case["pp"] > 1) or case["pp"] == 2
 
 
 ALLOWED = allowed_cases(CHOICES, is_allowed)
