@@ -15,6 +15,8 @@ from pathlib import Path
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 
 class StopRun(RuntimeError):

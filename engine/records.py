@@ -5,6 +5,7 @@ page.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 from types import TracebackType
 
@@ -119,4 +120,6 @@ class RunRecords:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends this rank; let the sinks close first
         self.sinks.__exit__(kind, error, trace)

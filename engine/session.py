@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from conf.schema import Config, DType
 from engine.device import Device, this_device
 from engine.distributed import broadcast, gather, start, stop
-from engine.failure import EXIT_FAILED, leave, report_failure
+from engine.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, leave, report_failure
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups, open_groups
 from parallel.plan import ParallelPlan
@@ -36,7 +37,8 @@ class Session:
     """with Session(config, plan) as session: ... — on every rank alike.
 
     rank, device, groups, streams, folder (the run's, the same on every rank), run_id, hosts. An exception inside the
-    block is reported once for the whole run and ends this process with code 1; Ctrl-C ends it with 130.
+    block is reported once for the whole run and ends this process with code 1; Ctrl-C ends it with 130, SIGTERM with
+    143, both through the `with` blocks inside, so that records are closed.
     """
 
     device: Device
@@ -59,6 +61,7 @@ class Session:
         return self
 
     def _open(self) -> None:
+        signal.signal(signal.SIGTERM, _terminate)
         torch.use_deterministic_algorithms(self.config.train.deterministic, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write every new buffer once for nothing
         self.device = this_device()
@@ -83,7 +86,7 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, KeyboardInterrupt):
-            leave(130)
+            leave(EXIT_TERMINATED if isinstance(error, Terminated) else EXIT_INTERRUPTED)
         report_failure(self.folder, error, rank=self.rank)
         leave(EXIT_FAILED)
 
@@ -92,3 +95,12 @@ def announce(text: str) -> None:
     """Print on rank 0 only, also before a session is open."""
     if os.environ.get("RANK", "0") == "0":
         print(text, flush=True)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived: a launcher ends the ranks of a run in which one has failed."""
+
+
+def _terminate(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: closing the records takes a moment
+    raise Terminated

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.telemetry.wandb_files import exit_code
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SCRIPT = ROOT / "tests" / "engine" / "faulty_pretrain.py"
@@ -51,6 +53,7 @@ def test_one_dead_rank_ends_the_run(launcher: str, fault: str, tmp_path: Path) -
     assert steps == [1, 2]
     assert ended - (folder / "metrics.jsonl").stat().st_mtime < 60
     assert not (folder / "complete.json").exists()
+    assert exit_code(folder) != 0, "wandb shows the run as failed"
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(SCRIPT) in (p.info["cmdline"] or [])]
     if fault == "raise":
         assert json.loads((folder / "failed.json").read_text())["rank"] == 2

@@ -50,3 +50,17 @@ def stored(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
             run = record.run
             config |= {item.key: json.loads(item.value_json) for item in run.config.update}
     return rows, config, run
+
+
+def exit_code(folder: Path) -> int | None:
+    """The code that the run finished with; None where it never finished."""
+    from wandb.proto import wandb_internal_pb2
+
+    [path] = folder.glob("wandb/offline-run-*/*.wandb")
+    codes = []
+    for payload in payloads(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(payload)
+        if record.WhichOneof("record_type") == "exit":
+            codes.append(record.exit.exit_code)
+    return codes[-1] if codes else None
