@@ -25,17 +25,17 @@ from engine.measure import Step
 from engine.optimizer import build_optimizer, parameter_groups
 from model.huggingface import to_huggingface_state
 from model.layers import Transformer, build_layer_specs
-from model.shape import model_shape
 from model.tensor_parallel.parameter import to_canonical
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import SINGLE
 from parallel.plan import ParallelPlan
+from parallel.sizes import sizes
 
 
 def llama_config(model: ModelConfig, *, sequence_length: int) -> LlamaConfig:
     """transformers' config of the same model, with sdpa attention and without a key-value cache."""
-    shape = model_shape(model)
-    sizes: dict[str, Any] = dict(
+    shape = sizes(model)
+    settings: dict[str, Any] = dict(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_hidden_layers=model.num_layers,
@@ -50,7 +50,7 @@ def llama_config(model: ModelConfig, *, sequence_length: int) -> LlamaConfig:
         attn_implementation="sdpa",
         use_cache=False,
     )
-    return LlamaConfig(**sizes)
+    return LlamaConfig(**settings)
 
 
 def whole_transformer(config: Config, *, padded_vocab_size: int) -> Transformer:

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from conf.schema import ModelConfig
 from model.blocked_attention import QueryBlock, blocked_attention, plan_blocks
 from model.rotary import Rotary, rotate_and_split
-from model.shape import model_shape
 from model.tensor_parallel.linear import RowParallelLinear
 from model.tensor_parallel.qkv import QKVParallelLinear
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
+from parallel.sizes import sizes
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         seed: int,
     ) -> None:
         super().__init__()
-        shape = model_shape(model)
+        shape = sizes(model)
         self.streams, self.recompute_core = streams, recompute_core
         self.head_dim, self.dropout = shape.head_dim, model.attention_dropout
         self.query_heads = model.num_attention_heads // tensor.size

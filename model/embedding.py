@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from conf.schema import ModelConfig
 from model.block import hidden_dropout
-from model.shape import model_shape
 from model.tensor_parallel import collectives
 from model.tensor_parallel.embedding import VocabParallelEmbedding
 from model.tensor_parallel.init import normal_parameter
@@ -20,6 +19,7 @@ from model.tensor_parallel.linear import ColumnParallelLinear
 from model.tensor_parallel.parameter import describe
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
+from parallel.sizes import sizes
 
 
 class PositionEmbedding(nn.Module):
@@ -64,7 +64,7 @@ class Embedding(nn.Module):
             seed=seed,
         )
         self.position_embeddings: PositionEmbedding | None = None
-        if not model_shape(model).rotary:
+        if not sizes(model).rotary:
             self.position_embeddings = PositionEmbedding(
                 model.max_position_embeddings,
                 model.hidden_size,

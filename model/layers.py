@@ -20,9 +20,9 @@ from model.attention import AttentionContext
 from model.block import Block, build_norm
 from model.embedding import Embedding, Head, TiedHead, tied_logits
 from model.rotary import Rotary
-from model.shape import model_shape
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
+from parallel.sizes import sizes
 
 TIED_KEY = "embedding"
 
@@ -69,7 +69,7 @@ def build_layer_specs(
     `mask_documents`: the first layer is given (tokens, positions), else tokens alone. Nothing is allocated here but the
     rotary tables' frequencies.
     """
-    shape = model_shape(model)
+    shape = sizes(model)
     rotary = None
     if shape.rotary:
         rotary = Rotary(shape.head_dim, theta=model.rope_theta, scaling=model.rope_scaling)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from model.shape import model_shape
 from model.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.groups import AxisGroup
+from parallel.sizes import sizes
 
 
 class MLP(nn.Module):
@@ -23,11 +23,9 @@ class MLP(nn.Module):
     product whose rank's rows are [gate_t; up_t], so that matching features meet on one rank.
     """
 
-    def __init__(
-        self, model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool, seed: int
-    ) -> None:
+    def __init__(self, model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool, seed: int) -> None:
         super().__init__()
-        shape = model_shape(model)
+        shape = sizes(model)
         self.gated, width = shape.gated, shape.ffn_hidden_size
         self.up = ColumnParallelLinear(
             model.hidden_size,

@@ -34,6 +34,7 @@ class AxisGroup:
     process_group: dist.ProcessGroup | None
 
 
+AXES = {"tensor": "tensor", "pipeline": "pipe", "data": "data"}  # field of Groups: axis of the topology
 SINGLE = AxisGroup("tensor", 0, 1, (0,), None)
 
 
@@ -64,26 +65,12 @@ def open_groups(plan: ParallelPlan) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_group = dist.group.WORLD if plan.world_size > 1 else None
     return Groups(
-        **{name: _open_axis(name, lines, rank) for name, lines in _axis_lines(plan).items()},
+        **{name: _open_axis(name, plan.topology.lines(axis), rank) for name, axis in AXES.items()},
         world=AxisGroup("world", rank, plan.world_size, tuple(range(plan.world_size)), world_group),
     )
 
 
-def _axis_lines(plan: ParallelPlan) -> dict[str, list[tuple[int, ...]]]:
-    """Every line of ranks along each axis, in one order on all ranks."""
-    pp, dp, tp = (
-        plan.pipeline_model_parallel_size,
-        plan.data_parallel_size,
-        plan.tensor_model_parallel_size,
-    )
-    return {
-        "tensor": [tuple((p * dp + d) * tp + t for t in range(tp)) for p in range(pp) for d in range(dp)],
-        "pipeline": [tuple((p * dp + d) * tp + t for p in range(pp)) for d in range(dp) for t in range(tp)],
-        "data": [tuple((p * dp + d) * tp + t for d in range(dp)) for p in range(pp) for t in range(tp)],
-    }
-
-
-def _open_axis(name: str, lines: list[tuple[int, ...]], rank: int) -> AxisGroup:
+def _open_axis(name: str, lines: tuple[tuple[int, ...], ...], rank: int) -> AxisGroup:
     """Open all lines of one axis (torch wants every rank in every `new_group` call) and keep this rank's."""
     mine: AxisGroup | None = None
     for ranks in lines:

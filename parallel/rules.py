@@ -56,7 +56,7 @@ def _model(config: Config) -> Iterator[str]:
             f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; "
             "use a divisor or set model.head_dim"
         )
-    elif not sizes(model).has_positions and sizes(model).head_dim % 2:
+    elif sizes(model).rotary and sizes(model).head_dim % 2:
         yield f"model.head_dim={sizes(model).head_dim} is odd, and rotary positions turn pairs; use an even size"
     if heads % kv_heads:
         yield (

@@ -21,8 +21,9 @@ class Sizes:
     ffn_hidden_size: int
     gated: bool  # SwiGLU: a gate beside the up projection
     has_bias: bool
-    has_positions: bool  # a learned table of positions
+    rotary: bool  # rotary positions; else a learned table
     norm_vectors: int  # vectors of hidden_size in one norm: weight, or weight and bias
+    residual_std: float  # initial std of what writes to the residual stream
 
 
 def sizes(model: ModelConfig) -> Sizes:
@@ -35,8 +36,9 @@ def sizes(model: ModelConfig) -> Sizes:
         ffn_hidden_size=model.ffn_hidden_size if model.ffn_hidden_size is not None else 4 * model.hidden_size,
         gated=llama,
         has_bias=not llama,
-        has_positions=not llama,
+        rotary=llama,
         norm_vectors=1 if llama else 2,
+        residual_std=model.init_std / (2 * model.num_layers) ** 0.5,
     )
 
 
@@ -70,7 +72,7 @@ def block_parameters(model: ModelConfig, *, tp: int = 1) -> LayerParameters:
 def embedding_parameters(model: ModelConfig, *, tp: int = 1, vocab_size: int | None = None) -> LayerParameters:
     """Of word and learned position tables; vocab_size: padded, where memory is meant."""
     vocab = model.vocab_size if vocab_size is None else vocab_size
-    positions = model.max_position_embeddings * model.hidden_size if sizes(model).has_positions else 0
+    positions = model.max_position_embeddings * model.hidden_size if not sizes(model).rotary else 0
     return LayerParameters(vocab * model.hidden_size // tp, positions)
 
 

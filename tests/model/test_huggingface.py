@@ -60,11 +60,16 @@ def theirs(model: ModelConfig) -> Any:
     else:
         network = LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=model.vocab_size, hidden_size=model.hidden_size, num_hidden_layers=model.num_layers,
-                num_attention_heads=model.num_attention_heads, num_key_value_heads=model.num_key_value_heads,
+                vocab_size=model.vocab_size,
+                hidden_size=model.hidden_size,
+                num_hidden_layers=model.num_layers,
+                num_attention_heads=model.num_attention_heads,
+                num_key_value_heads=model.num_key_value_heads,
                 head_dim=model.head_dim or model.hidden_size // model.num_attention_heads,
-                intermediate_size=model.ffn_hidden_size, max_position_embeddings=model.max_position_embeddings,
-                rms_norm_eps=model.norm_epsilon, tie_word_embeddings=model.tie_word_embeddings,
+                intermediate_size=model.ffn_hidden_size,
+                max_position_embeddings=model.max_position_embeddings,
+                rms_norm_eps=model.norm_epsilon,
+                tie_word_embeddings=model.tie_word_embeddings,
                 rope_parameters={"rope_theta": model.rope_theta, **(model.rope_scaling or {"rope_type": "default"})},
                 attn_implementation="eager",
             )

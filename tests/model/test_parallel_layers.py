@@ -20,12 +20,12 @@ from model.huggingface import load_canonical
 from model.mlp import MLP
 from model.norm import LayerNorm, RMSNorm
 from model.rotary import Rotary
-from model.shape import model_shape
 from model.tensor_parallel import collectives
 from model.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from model.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import SINGLE, AxisGroup
+from parallel.sizes import sizes
 from tests.model import reference
 from tests.model.reference import packed_positions, random_weights, small_model
 from tests.ranks import run_ranks, tensor_axis
@@ -93,9 +93,7 @@ def check_layer(n: int, sp: bool, build: Build, plain: Callable[[Tensor, dict], 
 @pytest.mark.parametrize("bias", [False, True])
 def test_column_parallel_linear_is_linear(n: int, sp: bool, bias: bool) -> None:
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
-        return ColumnParallelLinear(
-            12, 20, name="c", tensor=tensor, sequence_parallel=sp, bias=bias, seed=1, std=1.0
-        )
+        return ColumnParallelLinear(12, 20, name="c", tensor=tensor, sequence_parallel=sp, bias=bias, seed=1, std=1.0)
 
     check_layer(n, sp, build, lambda x, w: reference.linear(x, w, "c"), inputs(3, 8, 12), "sf")
 
@@ -129,9 +127,7 @@ def test_embedding_is_a_table_look_up(n: int, sp: bool, family: Family) -> None:
 
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
         streams = RandomStreams(tensor_rank=tensor.rank)
-        embedding = Embedding(
-            model, padded_vocab_size=64, tensor=tensor, streams=streams, sequence_parallel=sp, seed=1
-        )
+        embedding = Embedding(model, padded_vocab_size=64, tensor=tensor, streams=streams, sequence_parallel=sp, seed=1)
         return embedding
 
     def plain(x: Tensor, w: dict) -> Tensor:
@@ -173,7 +169,7 @@ def layer_arguments(model: ModelConfig, tensor: AxisGroup, sp: bool, recompute_c
 
 
 def rotary_of(model: ModelConfig) -> Rotary | None:
-    shape = model_shape(model)
+    shape = sizes(model)
     return Rotary(shape.head_dim, theta=model.rope_theta, scaling=None) if shape.rotary else None
 
 
@@ -188,9 +184,7 @@ def test_attention_is_softmax_over_the_document_so_far(n: int, sp: bool, kv_head
         attention = Attention(model, name="a", **layer_arguments(model, tensor, sp, recompute_core=kv_heads == 2))
         return WithPositions(attention, lambda layer, x: layer(x, block.context(x, POSITIONS)))
 
-    check_layer(
-        n, sp, build, lambda x, w: reference.attention(x, POSITIONS, w, "a", model), inputs(2, 16, 64), "ss"
-    )
+    check_layer(n, sp, build, lambda x, w: reference.attention(x, POSITIONS, w, "a", model), inputs(2, 16, 64), "ss")
 
 
 @pytest.mark.parametrize("n, sp", PLANS)
