@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from parallel.groups import AxisGroup, open_groups
+from parallel.topology import Topology
 from tests.ranks import RankError, run_ranks
 
 
 def plan(pp: int, dp: int, tp: int) -> Any:
-    return SimpleNamespace(
-        pipeline_model_parallel_size=pp, data_parallel_size=dp, tensor_model_parallel_size=tp, world_size=pp * dp * tp
-    )
+    return SimpleNamespace(topology=Topology(pp=pp, dp=dp, tp=tp), world_size=pp * dp * tp)
 
 
 def run_groups(pp: int, dp: int, tp: int) -> Any:
