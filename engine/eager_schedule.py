@@ -2,8 +2,9 @@
 
 A stage computes up to 2 (P - stage) - 1 forwards before its first backward, where 1F1B computes P - stage
 (arXiv:2211.05322): gradients then arrive while it still has forwards to do. It costs the activations of up to P - 1
-more micro-batches on the first stage. Activations and gradients travel on a process group each, so that neither
-direction waits for the other. Not here: what a stage computes (engine/pipeline.py).
+more micro-batches on the first stage. Later stages send the gradient of their input first and compute those of their
+weights then, where the engine takes weight gradients itself (arXiv:2401.10241). Activations and gradients travel on a
+process group each, so that neither direction waits for the other. Not here: what a stage computes (engine/pipeline.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from model.tensor_parallel.weight_gradients import WeightGradients
 from parallel.groups import AxisGroup
 from parallel.states import in_flight
+
+
+class WeightGradientPass(schedule.PipeInstruction):
+    """Compute the weight gradients that the last backward pass put off."""
 
 
 class EagerSchedule(schedule.PipeSchedule):
@@ -51,7 +57,7 @@ class EagerSchedule(schedule.PipeSchedule):
         buffer = self._buffer_idx(micro_batch)
         commands = [] if self.is_last_stage else [schedule.RecvGrad(buffer)]
         commands.append(schedule.BackwardPass(buffer))
-        return commands if self.is_first_stage else [*commands, schedule.SendGrad(buffer)]
+        return commands if self.is_first_stage else [*commands, schedule.SendGrad(buffer), WeightGradientPass()]
 
 
 class EagerExchange:
@@ -62,6 +68,7 @@ class EagerExchange:
         self.pipeline = pipeline
         self.activations, self.gradients = (_line_group(lines) for _ in range(2))
         self.shapes: Any = None  # of what the previous stage sends, learnt once
+        self.weight_gradients: WeightGradients | None = None  # none: autograd computes them in the backward pass
         self.in_transit: list[tuple[dist.Work, torch.Tensor]] = []
         engine._train_schedule = lambda: EagerSchedule(engine.micro_batches, engine.num_stages, engine.stage_id)
         engine._INSTRUCTION_MAP = {
@@ -69,6 +76,7 @@ class EagerExchange:
             schedule.SendActivation: lambda engine, buffer_id: self.send_activations(engine, buffer_id),
             schedule.RecvActivation: lambda engine, buffer_id: self.receive_activations(engine, buffer_id),
             schedule.SendGrad: lambda engine, buffer_id: self.send_gradients(engine, buffer_id),
+            WeightGradientPass: lambda engine: self.weight_gradients and self.weight_gradients.flush(),
             schedule.RecvGrad: lambda engine, buffer_id: self.receive_gradients(engine, buffer_id),
         }
 

@@ -31,6 +31,7 @@ from engine.optimizer import build_optimizer, parameter_groups
 from engine.step import StepResult, set_learning_rate, split_batch
 from model.layers import LayerSpec, run_layers
 from model.tensor_parallel.random import RandomStreams
+from model.tensor_parallel.weight_gradients import WeightGradients
 from parallel.groups import Groups
 from parallel.plan import ParallelPlan
 
@@ -134,6 +135,10 @@ class PipelineTrainer:
         self.owns_norm = plan.zero_stage == 0 and config.precision.dtype is DType.fp32
         if self.owns_norm:
             self.engine.allreduce_gradients = self._sum_gradients
+            later = self.exchange is not None and groups.pipeline.rank > 0
+            weight_gradients = WeightGradients(module.parameters(), later=later)
+            if self.exchange is not None:
+                self.exchange.weight_gradients = weight_gradients
             self.engine._take_model_step = types.MethodType(_guarded_model_step(self), self.engine)
 
     @property

@@ -2,7 +2,8 @@
 
 Source: arXiv:1909.08053 section 3 (tensor parallelism) and arXiv:2205.05198 section 4.2 (sequence parallelism). The
 collectives live inside one autograd function with the matrix product, so that backward overlaps communication with the
-weight-gradient product. On a tensor axis of size 1 both are torch's own linear.
+weight-gradient product. On a tensor axis of size 1 both are torch's own linear, unless the engine takes weight
+gradients itself (`model.tensor_parallel.weight_gradients`).
 
 Shapes: B micro-batch, S sequence, I inputs, O outputs, T tensor ranks. x is [B, S, I] whole; under sequence parallelism
 replicated activations are [B, S/T, .] instead.
@@ -17,12 +18,8 @@ from torch import Tensor, nn
 from model.tensor_parallel import collectives
 from model.tensor_parallel.init import constant_parameter, normal_parameter
 from model.tensor_parallel.parameter import describe
+from model.tensor_parallel.weight_gradients import weight_gradient
 from parallel.groups import AxisGroup
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[B, S, O], [B, S, I] -> [O, I]."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
@@ -44,7 +41,7 @@ class _ColumnParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad = grad.contiguous()
-        grad_x = grad_weight = finish = None
+        grad_x = grad_weight = finish = work = None
         gather = None
         if ctx.sequence_parallel and needs_weight:
             gather, _ = collectives.start_all_gather(x, ctx.tensor, dim=1)
@@ -52,14 +49,14 @@ class _ColumnParallel(torch.autograd.Function):
             grad_x = grad.matmul(weight)
             if ctx.sequence_parallel:
                 finish, _ = collectives.start_reduce_scatter(grad_x, ctx.tensor, dim=1)
-            else:
+            elif ctx.tensor.size > 1:
                 work = torch.distributed.all_reduce(grad_x, group=ctx.tensor.process_group, async_op=True)
         if needs_weight:
-            grad_weight = _weight_gradient(grad, gather() if gather is not None else x)
+            grad_weight = weight_gradient(weight, grad, gather() if gather is not None else x)
         grad_bias = _bias_gradient(grad) if ctx.has_bias else None
         if finish is not None:
             grad_x = finish()
-        elif needs_x:
+        elif work is not None:
             work.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -84,7 +81,7 @@ class _RowParallel(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = collectives.all_gather(grad, ctx.tensor, dim=1) if ctx.sequence_parallel else grad.contiguous()
         grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(grad, x) if ctx.needs_input_grad[1] else None
+        grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
         grad_bias = _bias_gradient(grad) if ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -93,18 +90,18 @@ def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, tensor: AxisGroup, sequence_parallel: bool
 ) -> Tensor:
     """x [B, S, I] (or [B, S/T, I]), weight [O/T, I], bias [O/T] -> [B, S, O/T]."""
-    if tensor.size == 1:
+    if tensor.size == 1 and not hasattr(weight, "weight_gradients"):
         return F.linear(x, weight, bias)
-    return _ColumnParallel.apply(x, weight, bias, tensor, sequence_parallel)
+    return _ColumnParallel.apply(x, weight, bias, tensor, sequence_parallel and tensor.size > 1)
 
 
 def row_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, tensor: AxisGroup, sequence_parallel: bool
 ) -> Tensor:
     """x [B, S, I/T], weight [O, I/T], bias [O] replicated -> [B, S, O] (or [B, S/T, O])."""
-    if tensor.size == 1:
+    if tensor.size == 1 and not hasattr(weight, "weight_gradients"):
         return F.linear(x, weight, bias)
-    return _RowParallel.apply(x, weight, bias, tensor, sequence_parallel)
+    return _RowParallel.apply(x, weight, bias, tensor, sequence_parallel and tensor.size > 1)
 
 
 class ColumnParallelLinear(nn.Module):
