@@ -140,11 +140,15 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
 def share_cores(device: str) -> None:
     """On a CPU: tell DeepSpeed so, and give each of several ranks its part of the cores, before torch is imported.
 
+    OpenMP's threads would spin while they wait for each other; where another process wants the core, that makes a step
+    many times slower. Waiting passively costs little on an idle machine.
+
     What the environment says already stays. LOCAL_WORLD_SIZE is torchrun's name, LOCAL_SIZE DeepSpeed's.
     """
     if device != "cpu":
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -103,6 +104,11 @@ def range_problems(config: Config) -> list[str]:
             problems.append(f"{key}={value} is not a finite number")
         elif plain in rules and not rules[plain].holds(value):
             problems.append(f"{key}={_shown(value)} {rules[plain].text}")
+    for key, name in (("run.id", config.run.id), ("run.experiment", config.run.experiment)):
+        if name is not None and not re.fullmatch(r"(\w[\w.=+-]*)?", name):
+            problems.append(f"{key}={name} is not one folder name; use letters, digits and . _ - + =")
+    if not config.run.experiment:
+        problems.append("run.experiment is empty; give it a name")
     if not config.data.sources:
         problems.append("data.sources=[] names no corpus; give at least one source")
     return problems

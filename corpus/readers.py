@@ -142,7 +142,11 @@ def _jsonl_rows(file: SourceFile, column: str) -> Iterator[Row]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                yield Row(file.path, number, problem=f"broken JSON ({error.msg} at character {error.pos + 1})")
+                yield Row(
+                    file.path,
+                    number,
+                    problem=f"broken JSON ({error.msg.removesuffix(' starting at')} at character {error.pos + 1})",
+                )
                 continue
             except RecursionError:
                 yield Row(file.path, number, problem="broken JSON (nested too deeply)")

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
+
+import psutil
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
@@ -30,14 +34,59 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> N
         print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
         return
     (folder / f"rank-{rank}.log").write_text(text)
-    record = {"rank": rank, "error": repr(error), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    if is_lost_peer(error):
+        time.sleep(1.0)  # the rank that failed first may still be writing its own report
+        message = f"a peer of rank {rank} died without a word (killed, or out of memory): see the launcher's lines"
+        if claim_failure(folder, rank=rank, error=message):
+            print(f"a rank was lost: {message}", file=sys.stderr, flush=True)
+        return
+    if claim_failure(folder, rank=rank, error=repr(error)):
+        message = str(error) if isinstance(error, StopRun) else text.rstrip()
+        print(f"rank {rank} failed: {message}", file=sys.stderr, flush=True)
+
+
+def claim_failure(folder: Path, *, rank: int, error: str) -> bool:
+    """Write failed.json unless another rank did: whether this rank is the first."""
+    record = {"rank": rank, "error": error, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     try:
         with (folder / "failed.json").open("x") as claim:
             claim.write(json.dumps(record) + "\n")
     except FileExistsError:
+        return False
+    return True
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone, by the words of gloo, NCCL and the store."""
+    words = (
+        "connection closed by peer",
+        "connection reset by peer",
+        "broken pipe",
+        "remote process exited",
+        "recvvalue",
+    )
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def follow_launcher() -> None:
+    """End this rank when DeepSpeed's launcher is gone.
+
+    Its runner leaves the per-node process behind when it alone is interrupted (a kill of its pid, a dropped ssh), and
+    that process would train on with all its ranks.
+    """
+    parent = psutil.Process().parent()
+    if parent is None or "deepspeed.launcher.launch" not in parent.cmdline():
         return
-    message = str(error) if isinstance(error, StopRun) else text.rstrip()
-    print(f"rank {rank} failed: {message}", file=sys.stderr, flush=True)
+    runner = parent.ppid()
+
+    def watch() -> None:
+        while parent.is_running() and parent.ppid() == runner:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10.0)  # to close the records
+        os._exit(EXIT_TERMINATED)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
 
 
 def leave(code: int) -> None:
@@ -50,5 +99,5 @@ def leave(code: int) -> None:
 def refuse(error: Exception) -> int:
     """Say what is wrong with the input, once a machine and without a traceback; the exit code to leave with."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(error, file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr, flush=True)
     return EXIT_REFUSED

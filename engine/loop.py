@@ -104,7 +104,7 @@ def train(
                 model_flops_per_s_per_device=rate,
                 mfu=rate / rates.peak if rates.peak else None,
                 mfu_of_measured_rate=rate / rates.measured,
-                memory_bytes=device.peak_memory_bytes(),
+                peak_memory_bytes=device.peak_memory_bytes(),
                 eta_s=median(recent) * (config.train.train_iters - step),
             )
             bad_steps = bad_steps + 1 if result.skipped or not math.isfinite(result.loss) else 0

@@ -78,7 +78,7 @@ class PlannedPipeline(PipelineModule):
         super().__init__(layers=layers, topology=topology, loss_fn=loss_fn, partition_method="uniform")
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        stages = self.plan.stage_blocks
+        stages = self.plan.stage_layers
         assert len(stages) == self.num_stages and stages[-1][1] == self._num_layers
         self.parts = [first for first, _ in stages] + [self._num_layers]
         stage = self._topo.get_coord(self.global_rank).pipe

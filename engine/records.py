@@ -80,7 +80,7 @@ class RunRecords:
             run_id=self.session.run_id,
             folder=self.folder,
             experiment=config.run.experiment,
-            default_name=f"{config.run.experiment}-{config.parallel.name}",
+            default_name=f"{config.run.experiment}-{self.session.plan.label}",
             config=to_plain(config),
         )
         self.wandb_on = online is not None

@@ -14,11 +14,18 @@ import torch
 from conf.schema import Config, DType
 from engine.device import Device, this_device
 from engine.distributed import broadcast, gather, start, stop
-from engine.failure import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, leave, report_failure
+from engine.failure import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    claim_failure,
+    follow_launcher,
+    leave,
+    report_failure,
+)
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups, open_groups
 from parallel.plan import ParallelPlan
-from telemetry.run_folder import create_run_folder, new_run_id
 
 DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16, DType.fp16: torch.float16}
 
@@ -46,12 +53,17 @@ class Session:
     streams: RandomStreams
     hosts: list[str]
 
-    def __init__(self, config: Config, plan: ParallelPlan):
+    def __init__(self, config: Config, plan: ParallelPlan, *, folder: Path | None):
+        """`folder`: the run's, on rank 0 (the others learn it)."""
         self.config = config
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
-        self.folder: Path | None = None
-        self.run_id = ""
+        self.folder = folder
+
+    @property
+    def run_id(self) -> str:
+        assert self.folder is not None
+        return self.folder.name
 
     def __enter__(self) -> Session:
         try:
@@ -61,14 +73,13 @@ class Session:
         return self
 
     def _open(self) -> None:
-        signal.signal(signal.SIGTERM, _terminate)
         torch.use_deterministic_algorithms(self.config.train.deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write every new buffer once for nothing
+        # Else torch would write every new buffer once for nothing.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = this_device()
         start(self.device, timeout_s=self.config.cluster.timeout_s)
-        self.run_id = broadcast(self.config.run.id or new_run_id())
-        if self.rank == 0:
-            self.folder = create_run_folder(self.config.run.dir, self.config.run.experiment, self.run_id)
+        signal.signal(signal.SIGTERM, _terminate)  # not before: a rank that waits for its peers would not notice
+        follow_launcher()
         self.folder = Path(broadcast(str(self.folder)))
         self.folder.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
         self.hosts = gather(socket.gethostname())
@@ -85,8 +96,12 @@ class Session:
         stop()
 
     def _fail(self, error: BaseException) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if isinstance(error, KeyboardInterrupt):
-            leave(EXIT_TERMINATED if isinstance(error, Terminated) else EXIT_INTERRUPTED)
+            terminated = isinstance(error, Terminated)
+            if self.folder is not None:
+                claim_failure(self.folder, rank=self.rank, error="terminated" if terminated else "interrupted")
+            leave(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED)
         report_failure(self.folder, error, rank=self.rank)
         leave(EXIT_FAILED)
 

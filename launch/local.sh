@@ -74,10 +74,13 @@ port=$(ask - "${MASTER_PORT:-0}" <<'PY'
 import socket, sys
 try:
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port is free
         probe.bind(("127.0.0.1", int(sys.argv[1])))
         print(probe.getsockname()[1])
 except OSError as error:
-    sys.exit(f"launch/local.sh: MASTER_PORT={sys.argv[1]} cannot be used: {error.strerror}; unset it or choose another")
+    print(f"launch/local.sh: MASTER_PORT={sys.argv[1]} cannot be used: {error.strerror}; unset it or choose another",
+          file=sys.stderr)
+    sys.exit(2)
 PY
 )
 

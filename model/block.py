@@ -75,9 +75,7 @@ class Block(nn.Module):
         device, dtype = hidden_BSH.device, hidden_BSH.dtype
         dropout = self.training and self.attention.dropout > 0
         blocked = device.type == "cpu" and dtype in (torch.float32, torch.float64) and not dropout
-        return attention_context(
-            length, positions_BS, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype
-        )
+        return attention_context(length, positions_BS, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype)
 
     def _add(self, hidden_BSH: Tensor, branch_BSH: Tensor) -> Tensor:
         branch_BSH = hidden_dropout(
@@ -86,9 +84,7 @@ class Block(nn.Module):
         return hidden_BSH + branch_BSH
 
 
-def build_norm(
-    model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool
-) -> LayerNorm | RMSNorm:
+def build_norm(model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool) -> LayerNorm | RMSNorm:
     """The family's norm."""
     kind = LayerNorm if model.family == Family.gpt2 else RMSNorm
     return kind(
@@ -100,9 +96,7 @@ def build_norm(
     )
 
 
-def hidden_dropout(
-    x: Tensor, probability: float, *, training: bool, streams: RandomStreams, sharded: bool
-) -> Tensor:
+def hidden_dropout(x: Tensor, probability: float, *, training: bool, streams: RandomStreams, sharded: bool) -> Tensor:
     """Dropout with one mask on all tensor ranks, or, where x is a share of the sequence, with each rank's own."""
     if not probability or not training:
         return x

@@ -59,7 +59,7 @@ def worst(ledgers: Sequence[Ledger]) -> Ledger:
 def stage_parameters(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
     """Values held by one rank of a stage: its shards and replicas, padded rows; a tied table once."""
     model, tp = config.model, plan.tensor_model_parallel_size
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_blocks[stage])]
+    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_layers[stage])]
     last = model.num_layers + 2
     total = sum(block_parameters(model, tp=tp).total for layer in layers if 0 < layer < last - 1)
     if 0 in layers:
@@ -72,7 +72,7 @@ def stage_parameters(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
 
 
 def _ledger(config: Config, plan: ParallelPlan, pp_rank: int, device: str) -> Ledger:
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_blocks[stage])]
+    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_layers[stage])]
     last = config.model.num_layers + 2
     num_blocks = sum(0 < layer < last - 1 for layer in layers)
     parameters = stage_parameters(config, plan, pp_rank)

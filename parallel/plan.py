@@ -28,7 +28,7 @@ class PlanError(ValueError):
 class ParallelPlan:
     """Who computes what.
 
-    `stage_blocks`: per stage (dualpipev: per virtual stage, 2 a rank) the (first, last + 1) of the ordered layer list:
+    `stage_layers`: per stage (dualpipev: per virtual stage, 2 a rank) the (first, last + 1) of the ordered layer list:
     0 embedding, 1..L blocks, L + 1 final norm, L + 2 head. `warnings`: lines on what is allowed but costs.
     """
 
@@ -44,7 +44,7 @@ class ParallelPlan:
     num_micro_batches: int
     batch_ramp_up: tuple[int, int, int] | None
     padded_vocab_size: int
-    stage_blocks: tuple[tuple[int, int], ...]
+    stage_layers: tuple[tuple[int, int], ...]
     recompute: str
     recompute_interval: int
     warnings: tuple[str, ...]
@@ -77,13 +77,21 @@ class ParallelPlan:
             padded_vocab_size=padded_vocab_size(
                 config.model.vocab_size, divisor=config.model.make_vocab_size_divisible_by, tp=parallel.tp
             ),
-            stage_blocks=boundaries(
+            stage_layers=boundaries(
                 _blocks_per_stage(config, dp=dp, num_micro_batches=num_micro_batches, device=device or "cuda")
             ),
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
         )
+
+    @property
+    def label(self) -> str:
+        """tp2_pp2_dp1_zero1 and the like, for names of runs."""
+        degrees = (
+            f"tp{self.tensor_model_parallel_size}_pp{self.pipeline_model_parallel_size}_dp{self.data_parallel_size}"
+        )
+        return f"{degrees}_zero{self.zero_stage}"
 
     @property
     def topology(self) -> Topology:
@@ -110,7 +118,7 @@ class ParallelPlan:
         return self.global_batch_size_at(samples_seen) // (self.micro_batch_size * self.data_parallel_size)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Indices into `stage_blocks` of what a pipeline rank holds; dualpipev: pp_rank and 2 pp - 1 - pp_rank."""
+        """Indices into `stage_layers` of what a pipeline rank holds; dualpipev: pp_rank and 2 pp - 1 - pp_rank."""
         if self.schedule == "dualpipev":
             return pp_rank, 2 * self.pipeline_model_parallel_size - 1 - pp_rank
         return (pp_rank,)

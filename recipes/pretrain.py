@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
-
 from conf.schema import Config
 from parallel.plan import ParallelPlan
 
@@ -28,14 +27,19 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.records import RunRecords
     from engine.sample import sample_text
     from engine.session import Session, announce
+    from telemetry.run_folder import claim_run_folder
 
     try:
         corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+        folder = claim_run_folder(config.run)
     except (ValueError, OSError) as error:
         return refuse(error)
 
-    with Session(config, plan) as session, RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records:
+    with (
+        Session(config, plan, folder=folder) as session,
+        RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records,
+    ):
         trainer = build_trainer(
             config, plan, session.groups, streams=session.streams, device=session.device,
             num_micro_batches=plan.num_micro_batches_at(0),

@@ -26,7 +26,7 @@ class StepReport:
     model_flops_per_s_per_device: float  # recomputation excluded
     mfu: float | None  # model FLOP/s over the data-sheet peak; None where no peak is known
     mfu_of_measured_rate: float | None  # model FLOP/s over the matrix rate measured on this device at the start
-    memory_bytes: int  # peak of rank 0
+    peak_memory_bytes: int  # of rank 0: allocated tensors on CUDA, resident set of the process on CPU
     eta_s: float  # seconds to the last step at the recent pace
 
 

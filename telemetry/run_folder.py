@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from conf.schema import RunConfig
+
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "omegaconf", "wandb", "tokenizers", "numpy")
 
 
@@ -21,10 +23,22 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
-def create_run_folder(base: str, experiment: str, run_id: str) -> Path:
-    """Make and return base/experiment/run_id, relative to the folder of the call."""
-    folder = Path(base).expanduser().absolute() / experiment / run_id
-    folder.mkdir(parents=True, exist_ok=True)
+def claim_run_folder(run: RunConfig) -> Path | None:
+    """On rank 0 make and return run.dir/experiment/id, relative to the folder of the call; None on other ranks.
+
+    ValueError where the folder belongs to another run already or cannot be made.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    folder = Path(run.dir).expanduser().absolute() / run.experiment / (run.id or new_run_id())
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        if folder.is_dir():
+            raise ValueError(f"run.id={run.id}: {folder} is another run's; choose another id or leave it out") from None
+        raise ValueError(f"run.dir={run.dir} cannot be written: {folder} is a file; choose a folder") from None
+    except OSError as error:
+        raise ValueError(f"run.dir={run.dir} cannot be written: {error.strerror}; choose another folder") from None
     return folder
 
 

@@ -62,11 +62,11 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
     """Model, plan and stages in a few lines."""
     batches = f"{plan.global_batch_size} samples = {plan.data_parallel_size} data ranks x {plan.num_micro_batches} "
     batches += f"micro-batches x {plan.micro_batch_size}"
-    stages = ", ".join(f"{last - first}" for first, last in plan.stage_blocks)
+    stages = ", ".join(f"{last - first}" for first, last in plan.stage_layers)
     lines = [
         f"model     {config.model.name}: {parameters:,} parameters, {config.model.family.value}, "
         f"{config.model.num_layers} layers x {config.model.hidden_size}, {config.precision.dtype.value}",
-        f"plan      {config.parallel.name}: tp={plan.tensor_model_parallel_size}"
+        f"plan      tp={plan.tensor_model_parallel_size}"
         f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage},"
         f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
         f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
@@ -77,12 +77,12 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
 
 
 def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:
-    """Predicted and measured bytes of each rank."""
+    """Predicted bytes of each rank, and by how much its process's peak grew from before the model was built."""
     rows = [
         (rank, size(guess), size(real), f"{real / guess:.2f}")
         for rank, (guess, real) in enumerate(zip(predicted, measured, strict=True))
     ]
-    return table(("rank", "memory predicted", "measured", "ratio"), rows)
+    return table(("rank", "memory predicted", "growth measured", "ratio"), rows)
 
 
 def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[str, Path]) -> str:

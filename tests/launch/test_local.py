@@ -20,7 +20,8 @@ from conf.cli import main
 
 def run(config, plan):
     rank = int(os.environ["RANK"])
-    print("rank", rank, "of", plan.world_size, "threads", os.environ["OMP_NUM_THREADS"], flush=True)
+    line = f"rank {{rank}} of {{plan.world_size}} threads {{os.environ['OMP_NUM_THREADS']}}\\n"
+    os.write(1, line.encode())  # at once: print() writes piecewise, and the ranks share the pipe
     open(f"started-{{rank}}", "w").close()
     if config.run.experiment == "dies" and rank == 1:
         os._exit(3)

@@ -28,19 +28,19 @@ def test_a_plan_cannot_be_changed():
 
 def test_the_layer_list_is_covered_without_gap_from_embedding_to_head():
     for pp in (1, 2, 3, 4):
-        stages = ParallelPlan.from_config(tiny(parallel__pp=pp), pp).stage_blocks
+        stages = ParallelPlan.from_config(tiny(parallel__pp=pp), pp).stage_layers
         assert stages[0][0] == 0 and stages[-1][1] == 4 + 3
         assert all(left[1] == right[0] for left, right in pairwise(stages))
 
 
 def test_stages_by_hand_are_taken_as_given():
     plan = ParallelPlan.from_config(tiny(parallel__pp=2, parallel__stages=[1, 3]), 2)
-    assert plan.stage_blocks == ((0, 2), (2, 7))
+    assert plan.stage_layers == ((0, 2), (2, 7))
 
 
 def test_dualpipev_cuts_two_stages_a_rank_and_folds_them():
     plan = ParallelPlan.from_config(tiny(parallel__pp=2, parallel__schedule="dualpipev"), 2)
-    assert len(plan.stage_blocks) == 4
+    assert len(plan.stage_layers) == 4
     assert [plan.stages_of(rank) for rank in range(2)] == [(0, 3), (1, 2)]
 
 

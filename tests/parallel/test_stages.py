@@ -65,7 +65,7 @@ def test_of_equally_fast_cuts_the_one_with_even_memory_is_taken():
 
 def test_a_large_vocabulary_moves_blocks_forward_in_a_plan():
     config = tiny(model__vocab_size=4096, model__num_layers=8, parallel__pp=2)
-    (_, first_end), (second, _) = ParallelPlan.from_config(config, 2).stage_blocks
+    (_, first_end), (second, _) = ParallelPlan.from_config(config, 2).stage_layers
     assert first_end == second
     assert second - 1 > 4  # more than half of the blocks before the head's stage
 
@@ -89,6 +89,6 @@ def test_folding_leaves_a_block_in_every_virtual_stage():
 
 def test_dualpipev_balances_the_pairs_of_stages():
     config = tiny(model__num_layers=8, model__vocab_size=2048, parallel__pp=2, parallel__schedule="dualpipev")
-    blocks = [last - first for first, last in ParallelPlan.from_config(config, 2).stage_blocks]
+    blocks = [last - first for first, last in ParallelPlan.from_config(config, 2).stage_layers]
     # Rank 0 holds the head (about 5 blocks at this vocabulary) and so fewer blocks than rank 1.
     assert (blocks[0] - 1) + (blocks[3] - 2) < blocks[1] + blocks[2]
