@@ -45,7 +45,7 @@ def transformers_zero1(config: Config, plan: ParallelPlan) -> Step:
 
 
 def transformers_autotp(config: Config, plan: ParallelPlan) -> Step:
-    """transformers' model split by AutoTP; logits split over the vocabulary, never gathered (its fastest setting)."""
+    """transformers' model split by AutoTP; logits split over the vocabulary, never gathered."""
     start(this_device(), timeout_s=config.cluster.timeout_s)
     split = {"autotp_size": plan.tensor_model_parallel_size, "vocab_parallel_lm_head": True}
     return _engine_loop(llama(config), config, settings(config, plan, tensor_parallel=split), vocab_parallel=True)
