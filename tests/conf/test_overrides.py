@@ -35,7 +35,7 @@ def faults(*arguments: str, config_dir=None) -> list[str]:
         ),
         (
             "parallel.schedule=gpipe",
-            "parallel.schedule=gpipe: Invalid value 'gpipe', expected one of [1f1b, dualpipev]",
+            "parallel.schedule=gpipe: Invalid value 'gpipe', expected one of [1f1b, eager1f1b, dualpipev]",
         ),
         ("train.lr_unit=epochs", "train.lr_unit=epochs: Invalid value 'epochs', expected one of [steps, tokens]"),
         ("train.lr=null", "train.lr=null: field 'train.lr' is not Optional"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -59,3 +60,28 @@ def test_one_dead_rank_ends_the_run(launcher: str, fault: str, tmp_path: Path) -
         assert json.loads((folder / "failed.json").read_text())["rank"] == 2
         assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
         assert "the fault that was asked for" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_end_when_only_deepspeeds_runner_is_interrupted(tmp_path: Path) -> None:
+    """Its per-node process and the ranks would train on, without a parent."""
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    recipe = str(ROOT / "recipes" / "pretrain.py")
+    command = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29715", recipe, *OVERRIDES]
+    runner = subprocess.Popen(
+        [*command, "train.train_iters=100000"],
+        cwd=tmp_path, env=environ | {"DS_ACCELERATOR": "cpu"}, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "default" / "r" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert time.monotonic() < end, "it did not start"
+        time.sleep(0.5)
+    runner.send_signal(signal.SIGINT)
+    runner.wait(timeout=30)
+    end = time.monotonic() + 30
+    while [p.pid for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]:
+        assert time.monotonic() < end, "ranks are left over"
+        time.sleep(0.5)
+    assert json.loads((metrics.parent / "failed.json").read_text())["error"] == "terminated"

@@ -95,3 +95,20 @@ def test_bad_text_is_one_line_with_file_and_row(tmp_path: Path) -> None:
     done = call("python", tmp_path)
     assert done.returncode == 2
     assert "x.jsonl:2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "runs" / "default" / "taken").mkdir(parents=True)
+    (tmp_path / "a-file").write_text("")
+    for override, words in (("run.id=taken", "is another run's"), ("run.dir=a-file", "cannot be written")):
+        done = call("python", tmp_path, override)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert words in done.stderr
+    assert not list((tmp_path / "runs" / "default" / "taken").iterdir())
+
+
+@pytest.mark.parametrize("override", ["run.id=../x", "run.experiment=a/b", "run.experiment="])
+def test_run_names_are_one_folder_name(override: str, tmp_path: Path) -> None:
+    done = call("python", tmp_path, override)
+    assert done.returncode == 2 and done.stderr.startswith("error: run.")
