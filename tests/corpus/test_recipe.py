@@ -26,6 +26,5 @@ def test_a_broken_corpus_ends_with_code_2_and_one_line(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n{"text": ')
     done = run(tmp_path, "data.sources=[{path: x.jsonl}]")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"error: {tmp_path}/x.jsonl:2: broken JSON (Expecting value at character 10); mend it or set data.bad_lines=skip"
-    ]
+    what = "broken JSON (Expecting value at character 10); mend it or set data.bad_lines=skip"
+    assert done.stderr.splitlines() == [f"error: {tmp_path}/x.jsonl:2: {what}"]
