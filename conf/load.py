@@ -147,7 +147,7 @@ def to_plain(value: Any) -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 of what determines the numbers a run computes: all but `run` and `telemetry`, as canonical JSON."""
-    plain = {key: value for key, value in to_plain(config).items() if key not in ("run", "telemetry")}
+    """sha256 of what determines the numbers a run computes: all but `run`, `telemetry`, `benchmark`; as JSON."""
+    plain = {key: value for key, value in to_plain(config).items() if key not in ("run", "telemetry", "benchmark")}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

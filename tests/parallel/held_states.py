@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from conf.cli import main
 from conf.schema import Config, DType
 from parallel.plan import ParallelPlan
+from telemetry.run_folder import claim_run_folder
 
 TINY = [
     "model.vocab_size=256",
@@ -41,7 +42,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.session import Session
     from parallel.memory import predict
 
-    with Session(config, plan) as session:
+    with Session(config, plan, folder=claim_run_folder(config.run)) as session:
         before = set(storages(torch))
         trainer = build_trainer(
             config, plan, session.groups, streams=session.streams, device=session.device, num_micro_batches=1
