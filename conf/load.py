@@ -39,6 +39,8 @@ class Range:
 POSITIVE = Range(lambda x: x > 0, "must be positive")
 AT_LEAST_0 = Range(lambda x: x >= 0, "must be 0 or more")
 SHARE = Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")
+KEPT = Range(lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for all")
+FACTOR = Range(lambda x: x == 0 or x > 1, "must be above 1, or 0 for none")
 UP_TO_1 = Range(lambda x: 0 <= x <= 1, "must be from 0 to 1")
 
 RANGES: dict[Range, str] = {
@@ -58,7 +60,10 @@ RANGES: dict[Range, str] = {
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
+        checkpoint.interval checkpoint.keep_every
     """,
+    KEPT: "checkpoint.keep_last",
+    FACTOR: "train.spike_factor",
     SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
     UP_TO_1: "train.min_lr_ratio",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
@@ -147,7 +152,8 @@ def to_plain(value: Any) -> Any:
 
 
 def fingerprint(config: Config) -> str:
-    """sha256 of what determines the numbers a run computes: all but `run`, `telemetry`, `benchmark`; as JSON."""
-    plain = {key: value for key, value in to_plain(config).items() if key not in ("run", "telemetry", "benchmark")}
+    """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
+    aside = ("run", "telemetry", "benchmark", "checkpoint", "resume")
+    plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -50,6 +50,14 @@ class BadLine(str, Enum):
     skip = "skip"
 
 
+class OnBadStep(str, Enum):
+    skip = "skip"
+    rollback = "rollback"
+
+
+OnSaveError = Enum("OnSaveError", {"continue": "continue", "stop": "stop"}, type=str)
+
+
 class WandbMode(str, Enum):
     offline = "offline"
     online = "online"
@@ -173,10 +181,23 @@ class TrainConfig:
     lr_decay: Optional[int] = None  # where the schedule ends (wsd: length of its decay), in lr_unit; null: at the end
     eval_interval: int = 50  # steps between evaluations; 0: never
     eval_samples: int = 64  # validation samples per evaluation (fewer where the split is shorter)
-    max_bad_steps: int = 3  # non-finite steps in a row before the run stops
+    max_bad_steps: int = 3  # bad steps in a row (skip), or rollbacks without a checkpoint between, before the run stops
+    on_bad_step: OnBadStep = OnBadStep.skip  # skip the update, or roll back to the last checkpoint, past the batch
+    spike_factor: float = 0.0  # a loss above this many times the median of the last 50 steps is bad too; 0: never
     deterministic: bool = True  # ask torch for deterministic kernels where they exist
     sample_tokens: int = 0  # length of a text sample printed at the end, in tokens; 0: none
     sample_prompt: str = "def "  # what that sample continues
+
+
+@dataclass
+class CheckpointConfig:
+    """What a run can go on from."""
+
+    interval: int = 500  # steps between checkpoints, one more at the end; 0: only when the run is asked to stop
+    keep_last: int = 3  # newest checkpoints that are kept; -1: all
+    keep_every: int = 0  # checkpoints of each so many steps are kept for good; 0: none
+    asynchronous: bool = True  # train on while bytes are written, at the price of a host copy of the rank's states
+    on_error: OnSaveError = OnSaveError["continue"]  # a save that fails (disk full): continue training, or stop
 
 
 @dataclass
@@ -247,6 +268,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     seed: int = 1234  # of initial weights, data order and dropout
+    resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
+    initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

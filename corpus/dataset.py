@@ -134,3 +134,39 @@ class Blend:
         """How often each stream has been gone through after `samples` draws."""
         counts = self.interleave.counts(samples)
         return [count / len(stream) for count, stream in zip(counts, self.streams, strict=True)]
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+def merged_ranges(ranges: Ranges) -> tuple[tuple[int, int], ...]:
+    """[first, last) ranges sorted, with those that touch joined."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def passed_over_place(index: int, ranges: Ranges) -> int:
+    """The index that draw `index` has in a dataset some of whose draws (merged `ranges`) are left out."""
+    for first, last in ranges:
+        if index >= first:
+            index += last - first
+    return index
+
+
+class PassedOver:
+    """A dataset without the draws in `ranges`, merged [first, last) ones: those after move up."""
+
+    def __init__(self, dataset: Dataset, ranges: Ranges) -> None:
+        self.dataset, self.ranges = dataset, ranges
+        self.sequence_length = dataset.sequence_length
+
+    def sample(self, index: int) -> Sample:
+        return self.dataset.sample(passed_over_place(index, self.ranges))
+
+    def __len__(self) -> int:
+        return len(self.dataset)

@@ -21,10 +21,15 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on request with everything saved; start the same command again
 
 
 class StopRun(RuntimeError):
     """A run that cannot go on for a reason that its message says in full; a traceback would hide it."""
+
+
+class StoppedOnRequest(StopRun):
+    """Somebody asked the run to stop; its state is saved."""
 
 
 def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> None:
@@ -83,7 +88,7 @@ def follow_launcher() -> None:
         while parent.is_running() and parent.ppid() == runner:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(10.0)  # to close the records
+        time.sleep(60.0)  # to finish the step and save
         os._exit(EXIT_TERMINATED)
 
     threading.Thread(target=watch, name="follow-launcher", daemon=True).start()

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
-from conf.schema import Config
+from conf.schema import Config, OnBadStep
 from corpus.batches import StepBatches, evaluation_batches
-from corpus.dataset import Dataset
-from engine.failure import StopRun
+from corpus.dataset import Dataset, PassedOver, merged_ranges, passed_over_place
+from engine.checkpoints import Checkpoints, Progress, SaveReport
+from engine.failure import StoppedOnRequest, StopRun
 from engine.schedules import learning_rate
 from engine.session import Rates, Session
 from engine.step import Trainer
 from parallel.flops import model_flops_per_token
 from parallel.plan import ParallelPlan
 from telemetry.report import EvaluationReport, StepReport
+from telemetry.timeline import Timeline
 
 
 class NonFiniteError(StopRun):
@@ -53,81 +56,207 @@ def samples_after(plan: ParallelPlan, steps: int) -> int:
     return samples
 
 
-def train(
-    trainer: Trainer, session: Session, *, training: Dataset, validation: Dataset | None, rates: Rates
-) -> Iterator[StepReport | EvaluationReport]:
-    """Train for `train.train_iters` steps, yielding a report a step and one an evaluation. Called on all ranks alike.
+@dataclass(frozen=True)
+class Run:
+    """What the loop works with: data, checkpoints, and the timeline that its events go to."""
 
-    Raises NonFiniteError, on every rank at the same step, after `train.max_bad_steps` skipped steps in a row.
+    trainer: Trainer
+    session: Session
+    training: Dataset
+    validation: Dataset | None
+    rates: Rates
+    checkpoints: Checkpoints
+    timeline: Timeline
+
+
+def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
+    """Train from `start` to `train.train_iters` steps, yielding a report a step and one an evaluation; on all ranks.
+
+    Raises, on every rank at the same step: NonFiniteError after `train.max_bad_steps` bad steps in a row;
+    StoppedOnRequest when somebody asked to stop and the step is saved; StopRun where a failed save shall stop the run.
     """
-    config, plan, groups, device = session.config, session.plan, session.groups, session.device
+    if start.step == 0 and _evaluates(run):
+        yield _evaluate(run, start)
+    progress, rollbacks = start, Counter[int]()
+    run.session.finishes_steps = True
+    while progress.step < run.session.config.train.train_iters:
+        bad = yield from _train_until_bad(run, progress)
+        if bad is None:
+            break
+        progress = _roll_back(run, bad, rollbacks)
+    _note_saves(run, run.checkpoints.finish())
+    run.session.finishes_steps = False
+
+
+def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | EvaluationReport, None, _BadStep | None]:
+    """Steps to the end, or to one that is to be rolled back."""
+    session, config, plan = run.session, run.session.config, run.session.plan
+    recent: deque[StepReport] = deque(maxlen=50)
+    bad_steps = 0
+    dataset = PassedOver(run.training, progress.passed_over) if progress.passed_over else run.training
+    with closing(
+        StepBatches(dataset, plan=plan, data_rank=session.groups.data.rank, first_sample=progress.samples)
+    ) as stream:
+        while progress.step < config.train.train_iters:
+            report = _train_step(run, progress, stream, recent)
+            before, progress = (
+                progress,
+                replace(progress, step=report.step, samples=report.samples, tokens=report.tokens),
+            )
+            yield report
+            if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
+                yield _evaluate(run, progress)
+            saves = run.checkpoints.poll()
+            stop, cannot_save, is_bad = session.agree(
+                session.stop_requested, run.checkpoints.must_stop(saves), _is_bad(report, recent, config)
+            )
+            recent.append(report)
+            _note_saves(run, saves)
+            if cannot_save:
+                raise StopRun("a checkpoint failed (checkpoint.on_error=stop); see the line above")
+            bad_steps = bad_steps + 1 if is_bad else 0
+            if is_bad:
+                bad = _BadStep(before, progress, bad_steps, report.loss)
+                _note_bad(run, bad)
+                if config.train.on_bad_step is OnBadStep.rollback and run.checkpoints.newest() is not None:
+                    return bad
+                if bad_steps >= config.train.max_bad_steps:
+                    raise NonFiniteError(
+                        f"loss or gradients were not finite, or the loss spiked, for {bad_steps} steps in a row, up to "
+                        f"step {report.step} (train.max_bad_steps={config.train.max_bad_steps}); lower train.lr or "
+                        f"look at the data of samples {before.samples} to {progress.samples - 1}"
+                    )
+            if stop:
+                _stop(run, progress)
+            if run.checkpoints.is_due(progress.step):
+                _note_saves(run, run.checkpoints.save(progress))
+    return None
+
+
+def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Sequence[StepReport]) -> StepReport:
+    trainer, session, config, plan = run.trainer, run.session, run.session.config, run.session.plan
     sequence = config.data.sequence_length
-    flops_per_token = model_flops_per_token(config.model, sequence)
+    groups, device = session.groups, session.device
+    step = progress.step + 1
+    start = device.now()
+    num_micro_batches = plan.num_micro_batches_at(progress.samples)
+    trainer.set_num_micro_batches(num_micro_batches)
+    batches = next(stream)[1] if trainer.holds_data else None
+    data_time = time.perf_counter() - start
+    step_samples = num_micro_batches * plan.micro_batch_size * plan.data_parallel_size
+    step_tokens = step_samples * sequence
+    tokens = progress.tokens + step_tokens
     total_tokens = samples_after(plan, config.train.train_iters) * sequence
-    samples, bad_steps = 0, 0
-    recent: deque[float] = deque(maxlen=50)
-    evaluates = config.train.eval_interval > 0 and config.train.eval_samples > 0
-    if validation is not None and evaluates:
-        yield _evaluate(trainer, session, validation, step=0, tokens=0)
-    with closing(StepBatches(training, plan=plan, data_rank=groups.data.rank)) as stream:
-        for step in range(1, config.train.train_iters + 1):
-            start = device.now()
-            num_micro_batches = plan.num_micro_batches_at(samples)
-            trainer.set_num_micro_batches(num_micro_batches)
-            batches = next(stream)[1] if trainer.holds_data else None
-            data_time = time.perf_counter() - start
-            samples += num_micro_batches * plan.micro_batch_size * plan.data_parallel_size
-            tokens = samples * sequence
-            lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=total_tokens)
-            session.streams.seed_step(
-                seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank
-            )
-            result = trainer.train_batch(batches, lr=lr)
-            step_time = device.now() - start
-            recent.append(step_time)
-            step_tokens = num_micro_batches * plan.micro_batch_size * plan.data_parallel_size * sequence
-            rate = step_tokens * flops_per_token / step_time / plan.world_size
-            yield StepReport(
-                step=step,
-                train_iters=config.train.train_iters,
-                loss=result.loss,
-                learning_rate=lr,
-                grad_norm=result.grad_norm,
-                skipped=result.skipped,
-                samples=samples,
-                tokens=tokens,
-                step_time_s=step_time,
-                data_time_s=data_time,
-                tokens_per_s=step_tokens / step_time,
-                unmasked_tokens_per_s=result.unmasked_tokens / step_time,
-                tokens_per_s_per_device=step_tokens / step_time / plan.world_size,
-                model_flops_per_s_per_device=rate,
-                mfu=rate / rates.peak if rates.peak else None,
-                mfu_of_measured_rate=rate / rates.measured,
-                peak_memory_bytes=device.peak_memory_bytes(),
-                eta_s=median(recent) * (config.train.train_iters - step),
-            )
-            bad_steps = bad_steps + 1 if result.skipped or not math.isfinite(result.loss) else 0
-            if bad_steps >= config.train.max_bad_steps:
-                raise NonFiniteError(
-                    f"loss or gradients were not finite for {bad_steps} steps in a row, up to step {step} "
-                    f"(train.max_bad_steps={config.train.max_bad_steps}); lower train.lr or look at the data "
-                    f"of samples {samples - step_tokens // sequence} to {samples - 1}"
-                )
-            last = step == config.train.train_iters
-            if validation is not None and evaluates and (last or step % config.train.eval_interval == 0):
-                yield _evaluate(trainer, session, validation, step=step, tokens=tokens)
+    lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=total_tokens)
+    session.streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
+    result = trainer.train_batch(batches, lr=lr)
+    step_time = device.now() - start
+    rate = step_tokens * model_flops_per_token(config.model, sequence) / step_time / plan.world_size
+    pace = median([report.step_time_s for report in recent] + [step_time])
+    return StepReport(
+        step=step,
+        train_iters=config.train.train_iters,
+        loss=result.loss,
+        learning_rate=lr,
+        grad_norm=result.grad_norm,
+        skipped=result.skipped,
+        samples=progress.samples + step_samples,
+        tokens=tokens,
+        step_time_s=step_time,
+        data_time_s=data_time,
+        tokens_per_s=step_tokens / step_time,
+        unmasked_tokens_per_s=result.unmasked_tokens / step_time,
+        tokens_per_s_per_device=step_tokens / step_time / plan.world_size,
+        model_flops_per_s_per_device=rate,
+        mfu=rate / run.rates.peak if run.rates.peak else None,
+        mfu_of_measured_rate=rate / run.rates.measured,
+        peak_memory_bytes=device.peak_memory_bytes(),
+        eta_s=pace * (config.train.train_iters - step),
+    )
 
 
-def _evaluate(trainer: Trainer, session: Session, validation: Dataset, *, step: int, tokens: int) -> EvaluationReport:
-    plan, groups = session.plan, session.groups
+@dataclass(frozen=True)
+class _BadStep:
+    before: Progress
+    after: Progress
+    in_a_row: int
+    loss: float
+
+
+def _is_bad(report: StepReport, recent: Sequence[StepReport], config: Config) -> bool:
+    """Nothing was updated, the loss is not finite, or it is a spike over at least ten steps' median."""
+    if report.skipped or not math.isfinite(report.loss):
+        return True
+    factor = config.train.spike_factor
+    return factor > 0 and len(recent) >= 10 and report.loss > factor * median(one.loss for one in recent)
+
+
+def _note_bad(run: Run, bad: _BadStep) -> None:
+    event = "spike" if math.isfinite(bad.loss) else "not finite"
+    samples = [bad.before.samples, bad.after.samples]
+    run.timeline.add("bad step", step=bad.after.step, what=event, loss=repr(bad.loss), samples=samples)
+
+
+def _roll_back(run: Run, bad: _BadStep, rollbacks: Counter[int]) -> Progress:
+    """The newest checkpoint's state, with the bad step's samples left out from now on."""
+    _note_saves(run, run.checkpoints.finish())
+    first, last = (
+        passed_over_place(sample, bad.before.passed_over) for sample in (bad.before.samples, bad.after.samples - 1)
+    )
+    ranges = merged_ranges([*bad.before.passed_over, (first, last + 1)])
+    progress = replace(run.checkpoints.load_newest(run.checkpoints.newest_first(), only=False), passed_over=ranges)
+    rollbacks[progress.step] += 1
+    if rollbacks[progress.step] > run.session.config.train.max_bad_steps:
+        raise NonFiniteError(
+            f"rolled back to step {progress.step} {rollbacks[progress.step]} times and met a bad step each time "
+            f"(train.max_bad_steps={run.session.config.train.max_bad_steps}); lower train.lr or look at the data"
+        )
+    message = f"rolled back from step {bad.after.step} to {progress.step}; samples {first} to {last} are passed over"
+    run.timeline.add("rollback", step=progress.step, message=message, bad_step=bad.after.step, passed_over=ranges)
+    return progress
+
+
+def _stop(run: Run, progress: Progress) -> None:
+    saves = run.checkpoints.save(progress, wait=True)
+    _note_saves(run, saves)
+    if saves[-1].error is not None:
+        raise StopRun(f"asked to stop at step {progress.step}, but the checkpoint failed: {saves[-1].error}")
+    run.timeline.add("stopped on request", step=progress.step)
+    raise StoppedOnRequest(
+        f"stopped on request after step {progress.step}, checkpoint saved; the same command with resume=auto goes on"
+    )
+
+
+def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:
+    for save in saves:
+        if save.error is not None:
+            message = f"warning: the checkpoint failed, training goes on: {save.error}"
+            run.timeline.add("checkpoint failed", step=save.step, message=message)
+            continue
+        message = f"checkpoint: {save.bytes / 1e6:,.1f} MB on this rank in {save.total_s:.2f} s, "
+        message += f"training paused {save.pause_s:.2f} s"
+        run.timeline.add("checkpoint", step=save.step, message=message, **asdict(save))
+
+
+def _is_due(step: int, interval: int, last: int) -> bool:
+    return step == last or step % interval == 0
+
+
+def _evaluates(run: Run) -> bool:
+    train = run.session.config.train
+    return run.validation is not None and train.eval_interval > 0 and train.eval_samples > 0
+
+
+def _evaluate(run: Run, progress: Progress) -> EvaluationReport:
+    plan, groups = run.session.plan, run.session.groups
+    assert run.validation is not None
     batches = None
-    if trainer.holds_data:
+    if run.trainer.holds_data:
         batches = evaluation_batches(
-            validation,
+            run.validation,
             plan=plan,
             data_rank=groups.data.rank,
-            num_samples=session.config.train.eval_samples,
+            num_samples=run.session.config.train.eval_samples,
             micro_batch_multiple=2 * groups.pipeline.size if plan.schedule == "dualpipev" else 1,
         )
-    return EvaluationReport(step=step, tokens=tokens, loss=trainer.evaluate(batches))
+    return EvaluationReport(step=progress.step, tokens=progress.tokens, loss=run.trainer.evaluate(batches))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ import torch
 from conf.schema import Config
 from corpus.batches import Batch, micro_batches
 from corpus.dataset import Sample
-from engine.device import Device, matmul_rate, this_device
+from engine.device import Device, keep_freed_memory, matmul_rate, this_device
 from engine.distributed import free_port
 from parallel.plan import ParallelPlan
 
@@ -141,13 +142,24 @@ class Ranks:
         return answers
 
 
+def _follow_parent() -> None:
+    """End this rank when the process that spawned it is gone, also in the middle of a step."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent: Connection) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(contender.ranks), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port), OMP_NUM_THREADS=str(threads),
     )  # fmt: skip
+    threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
+        if this_device().kind == "cpu":
+            keep_freed_memory()  # for every contender: none may win by another allocator setting
         config, device = contender.config, this_device()
         plan = ParallelPlan.from_config(config, contender.ranks)
         _, data_rank, _ = plan.coordinate(rank)

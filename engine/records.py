@@ -21,6 +21,7 @@ from telemetry.report import EvaluationReport, StepReport
 from telemetry.run_folder import identity, write_json
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
+from telemetry.timeline import Timeline
 from telemetry.wandb_sink import open_wandb
 
 
@@ -32,6 +33,7 @@ class RunRecords:
         self.corpus_fingerprint = corpus_fingerprint
         self.outcome = Outcome()
         self.sinks = Sinks([])
+        self.timeline = Timeline(self.folder / "timeline.jsonl" if session.rank == 0 else None)
         self.memory_before = 0
         self.wandb_on = False
 
@@ -67,7 +69,9 @@ class RunRecords:
             seed=config.seed,
             hosts=sorted(set(self.session.hosts)),
         )
-        write_json(self.folder / "run.json", record)
+        if not (self.folder / "run.json").exists():  # else it goes on: its first start is its identity
+            write_json(self.folder / "run.json", record)
+        self.timeline.add("start", step=0, **record)
 
     def _open_sinks(self) -> list[Sink]:
         config = self.session.config

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 
 from conf.schema import Config, DType
 from engine.device import Device, this_device
@@ -17,7 +19,9 @@ from engine.distributed import broadcast, gather, start, stop
 from engine.failure import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
     EXIT_TERMINATED,
+    StoppedOnRequest,
     claim_failure,
     follow_launcher,
     leave,
@@ -45,7 +49,8 @@ class Session:
 
     rank, device, groups, streams, folder (the run's, the same on every rank), run_id, hosts. An exception inside the
     block is reported once for the whole run and ends this process with code 1; Ctrl-C ends it with 130, SIGTERM with
-    143, both through the `with` blocks inside, so that records are closed.
+    143, both through the `with` blocks inside, so that records are closed. While `finishes_steps`, they only raise
+    `stop_requested`; StoppedOnRequest ends the process with 75.
     """
 
     device: Device
@@ -59,6 +64,8 @@ class Session:
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.folder = folder
+        self.finishes_steps = False  # while True, the first request to stop waits for the end of the step
+        self._requests: dict[int, float] = {}  # signal -> when it first came
 
     @property
     def run_id(self) -> str:
@@ -78,7 +85,9 @@ class Session:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = this_device()
         start(self.device, timeout_s=self.config.cluster.timeout_s)
-        signal.signal(signal.SIGTERM, _terminate)  # not before: a rank that waits for its peers would not notice
+        self.control = dist.new_group(backend="gloo")  # for `agree`: on the host, whatever the tensors live on
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._asked_to_stop)  # not before: a rank that waits for its peers would not notice
         follow_launcher()
         self.folder = Path(broadcast(str(self.folder)))
         self.folder.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
@@ -87,6 +96,34 @@ class Session:
         self.streams = RandomStreams(
             tensor_rank=self.groups.tensor.rank, device=self.device.torch_device, seed=self.config.seed
         )
+
+    @property
+    def stop_requested(self) -> bool:
+        return bool(self._requests)
+
+    def agree(self, *flags: bool) -> list[bool]:
+        """Each flag as soon as one rank raises it, on every rank alike."""
+        raised = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.control)
+        return [bool(value) for value in raised.tolist()]
+
+    def _asked_to_stop(self, number: int, frame: object) -> None:
+        """SIGTERM, SIGUSR1 (Slurm's warning) or Ctrl-C. The same one again after a second: stop at once.
+
+        Launchers that get Ctrl-C send SIGTERM in addition, so another signal is no second request. Where a rank has
+        failed there is no step to finish.
+        """
+        now = time.monotonic()
+        again = now - self._requests.setdefault(number, now) > 1.0
+        failed = self.folder is not None and (self.folder / "failed.json").exists()
+        if self.finishes_steps and not again and not failed:
+            if self.rank == 0 and len(self._requests) == 1:
+                name = signal.Signals(number).name
+                announce(f"{name}: this step is finished and saved, then the run ends; again: it ends at once")
+            return
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(one, signal.SIG_IGN)  # once is enough: closing the records takes a moment
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -97,6 +134,10 @@ class Session:
 
     def _fail(self, error: BaseException) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, StoppedOnRequest):
+            announce(str(error))
+            dist.barrier(group=self.control)  # a launcher kills the other ranks when the first one leaves
+            leave(EXIT_REQUEUE)
         if isinstance(error, KeyboardInterrupt):
             terminated = isinstance(error, Terminated)
             if self.folder is not None:
@@ -114,8 +155,3 @@ def announce(text: str) -> None:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM arrived: a launcher ends the ranks of a run in which one has failed."""
-
-
-def _terminate(number: int, frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: closing the records takes a moment
-    raise Terminated

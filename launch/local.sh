@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # Run a recipe on the ranks of this machine, through DeepSpeed's launcher:
 #
-#     launch/local.sh [-n RANKS] recipes/pretrain.py OVERRIDES...
+#     launch/local.sh [-n RANKS] [-r RESTARTS] recipes/pretrain.py OVERRIDES...
 #
-# RANKS: without it as many as the configured plan needs (CPU), or as fit on the GPUs. DRY_RUN=1 prints the command and
-# stops. MASTER_PORT: without it a free one. DS_ACCELERATOR=cpu keeps off the GPUs; OMP_NUM_THREADS: threads of a rank.
+# RANKS: without it as many as the configured plan needs (CPU), or as fit on the GPUs. RESTARTS: how often a run that
+# failed is started again from its last good checkpoint (0). DRY_RUN=1 prints the command and stops. MASTER_PORT: without
+# it a free one. DS_ACCELERATOR=cpu keeps off the GPUs; OMP_NUM_THREADS: threads of a rank.
+#
+# resume=auto unless the overrides say otherwise. Ctrl-C, SIGTERM or SIGUSR1 once: the step is finished, a checkpoint is
+# saved, code 75; twice: the ranks are ended at once.
 #
 # Exit code: 0 only if rank 0 came to its end (DeepSpeed's launcher also returns 0 when its per-node process was killed);
-# 2 for a bad configuration, 130 for Ctrl-C, 143 for SIGTERM. However it ends, no rank is left behind.
+# 2 for a bad configuration, 75 for a stop on request, 130 and 143 for Ctrl-C and SIGTERM that ended the run at once.
+# However it ends, no rank is left behind.
 set -euo pipefail
 
 die() {
@@ -17,17 +22,21 @@ die() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+usage="usage: launch/local.sh [-n RANKS] [-r RESTARTS] RECIPE OVERRIDES..."
 ranks=""
-while getopts "n:h" option; do
+restarts=0
+while getopts "n:r:h" option; do
     case $option in
         n) ranks=$OPTARG ;;
+        r) restarts=$OPTARG ;;
         h) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" && exit 0 ;;
-        *) die "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..." ;;
+        *) die "$usage" ;;
     esac
 done
 shift $((OPTIND - 1))
-[[ $# -ge 1 ]] || die "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..."
+[[ $# -ge 1 ]] || die "$usage"
 [[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "-n $ranks is not a number of ranks; give 1 or more"
+[[ $restarts =~ ^[0-9]+$ ]] || die "-r $restarts is not a number of restarts; give 0 or more"
 
 recipe=$1
 shift
@@ -46,6 +55,7 @@ ask() { # a module of this repository, by name
 }
 
 added=()
+[[ " $*" == *" resume="* ]] || set -- "$@" resume=auto
 if [[ -z $ranks ]]; then
     line=$(ask -m conf.ranks "$@") # a bad configuration ends here, with its problems and code 2
     read -r -a answer <<<"$line"
@@ -70,7 +80,8 @@ if [[ $device == cuda && -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
     where=(--include "localhost:$visible")
 fi
 
-port=$(ask - "${MASTER_PORT:-0}" <<'PY'
+free_port() {
+    ask - "${MASTER_PORT:-0}" <<'PY'
 import socket, sys
 try:
     with socket.socket() as probe:
@@ -82,22 +93,7 @@ except OSError as error:
           file=sys.stderr)
     sys.exit(2)
 PY
-)
-
-command=("$bin/deepspeed" --quiet "${where[@]}" --master_addr 127.0.0.1 --master_port "$port" "$recipe" "$@" "${added[@]}")
-printf '%q ' "${command[@]}"
-echo
-[[ ${DRY_RUN:-0} != 1 ]] || exit 0
-
-marker=$(mktemp)
-rm "$marker"
-export LAUNCH_MARKER=$marker
-
-# Job control gives the launcher and all its ranks one process group of their own, so that they can be ended together.
-set -m
-"${command[@]}" </dev/null &
-group=$!
-set +m
+}
 
 end_ranks() { # ask the group to end with signal $1, insist after ten seconds
     kill "-$1" -- "-$group" 2>/dev/null || return 0
@@ -108,17 +104,72 @@ end_ranks() { # ask the group to end with signal $1, insist after ten seconds
     kill -KILL -- "-$group" 2>/dev/null || true
 }
 
-trap 'trap "" INT TERM; end_ranks INT; rm -f "$marker"; exit 130' INT
-trap 'trap "" INT TERM; end_ranks TERM; rm -f "$marker"; exit 143' TERM
+# shellcheck disable=SC2329 # called by on_signal
+ask_ranks() { # let the ranks finish their step and save; DeepSpeed's launcher would end them after a while instead
+    ask - "$group" <<'PY'
+import os, psutil, signal, sys
+for process in psutil.process_iter(["cmdline"]):
+    try:
+        if os.getpgid(process.pid) == int(sys.argv[1]) and any(
+            word.startswith("--local_rank=") for word in process.info["cmdline"] or ()
+        ):
+            process.send_signal(signal.SIGUSR1)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        pass
+PY
+}
 
-code=0
-wait "$group" || code=$?
-trap '' INT TERM
-end_ranks TERM # ranks whose launcher was killed
+asked=""
+group=""
+# shellcheck disable=SC2329 # called by trap
+on_signal() { # $1: the signal, $2: the exit code when it comes a second time
+    if [[ -z $asked && -n $group ]]; then
+        asked=$1
+        ask_ranks
+        return
+    fi
+    trap '' INT TERM USR1
+    [[ -z $group ]] || end_ranks "$1"
+    rm -f "$marker"
+    exit "$2"
+}
 
-if [[ $code -eq 0 && ! -e $marker ]]; then
-    echo "launch/local.sh: the launcher ended but rank 0 did not finish: some process was killed" >&2
-    code=1
-fi
+marker=$(mktemp)
+export LAUNCH_MARKER=$marker
+attempt=0
+while true; do
+    port=$(free_port)
+    command=("$bin/deepspeed" --quiet "${where[@]}" --master_addr 127.0.0.1 --master_port "$port" "$recipe" "$@" "${added[@]}")
+    printf '%q ' "${command[@]}"
+    echo
+    rm -f "$marker"
+    [[ ${DRY_RUN:-0} != 1 ]] || exit 0
+
+    trap 'on_signal INT 130' INT
+    trap 'on_signal TERM 143' TERM
+    trap 'on_signal TERM 143' USR1
+    # Job control gives the launcher and all its ranks one process group of their own, so that they end together.
+    set -m
+    "${command[@]}" </dev/null &
+    group=$!
+    set +m
+    code=0
+    wait "$group" || code=$?
+    while kill -0 "$group" 2>/dev/null; do # a signal interrupts wait
+        code=0
+        wait "$group" || code=$?
+    done
+    trap '' INT TERM USR1
+    end_ranks TERM # ranks whose launcher was killed
+    if [[ $code -eq 0 && ! -e $marker ]]; then
+        echo "launch/local.sh: the launcher ended but rank 0 did not finish: some process was killed" >&2
+        code=1
+    fi
+    [[ -z $asked ]] || break
+    case $code in 0 | 2 | 75 | 130 | 143) break ;; esac
+    [[ $attempt -lt $restarts ]] || break
+    attempt=$((attempt + 1))
+    echo "launch/local.sh: exit code $code; restart $attempt of $restarts" >&2
+done
 rm -f "$marker"
 exit "$code"

@@ -8,6 +8,8 @@ files.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from conf.schema import Family, ModelConfig
 from model.tensor_parallel.parameter import from_canonical, slice_for_rank
 from parallel.groups import AxisGroup
+from parallel.sizes import sizes
 
 _LLAMA_BLOCK = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -49,27 +52,66 @@ _GPT2_ENDS = {
 _QKV = ("attention.query", "attention.key", "attention.value")
 
 
-def _names(model: ModelConfig) -> dict[str, str]:
-    """Canonical name -> transformers name, for all tensors that map one to one."""
+@dataclass(frozen=True)
+class Stored:
+    """Where a canonical tensor lies in a transformers state dict: part `part` of `parts` equal ones along the rows of
+    `name`, which is kept transposed ([inputs, outputs]) where `transposed`.
+    """
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    parts: int = 1
+
+
+def stored_tensors(model: ModelConfig) -> dict[str, Stored]:
+    """Canonical name -> its place, for every tensor of the model; a tied head has none of its own."""
     llama = model.family == Family.llama
-    names = dict(_LLAMA_ENDS if llama else _GPT2_ENDS)
+    places = {ours: Stored(theirs) for ours, theirs in (_LLAMA_ENDS if llama else _GPT2_ENDS).items()}
     if model.tie_word_embeddings:
-        del names["head.weight"]
+        del places["head.weight"]
     for index in range(model.num_layers):
         if llama:
-            names |= {f"blocks.{index}.{a}": f"model.layers.{index}.{b}" for a, b in _LLAMA_BLOCK.items()}
+            places |= {f"blocks.{index}.{a}": Stored(f"model.layers.{index}.{b}") for a, b in _LLAMA_BLOCK.items()}
             continue
         for leaf in ("weight", "bias"):
-            names |= {
-                f"blocks.{index}.{ours}.{leaf}": f"transformer.h.{index}.{theirs}.{leaf}"
-                for ours, theirs in _GPT2_BLOCK.items()
-            }
-    return names
+            for ours, theirs in _GPT2_BLOCK.items():
+                name = f"transformer.h.{index}.{theirs}.{leaf}"
+                places[f"blocks.{index}.{ours}.{leaf}"] = Stored(name, _is_conv1d(name))
+            for part, ours in enumerate(_QKV):
+                name = f"transformer.h.{index}.attn.c_attn.{leaf}"
+                places[f"blocks.{index}.{ours}.{leaf}"] = Stored(name, _is_conv1d(name), part, len(_QKV))
+    return places
 
 
-def _transposed(name: str) -> bool:
+def _is_conv1d(name: str) -> bool:
     """GPT-2's Conv1D keeps [inputs, outputs]."""
     return ".c_" in name and name.endswith(".weight")
+
+
+def huggingface_config(model: ModelConfig) -> dict[str, Any]:
+    """The content of config.json with which transformers builds this model."""
+    derived = sizes(model)
+    shared = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_word_embeddings, "dtype": "float32"}
+    if model.family == Family.gpt2:
+        return shared | {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": model.max_position_embeddings,
+            "n_embd": model.hidden_size, "n_layer": model.num_layers, "n_head": model.num_attention_heads,
+            "n_inner": derived.ffn_hidden_size, "activation_function": "gelu_new",
+            "layer_norm_epsilon": model.norm_epsilon,
+            "embd_pdrop": model.hidden_dropout, "resid_pdrop": model.hidden_dropout,
+            "attn_pdrop": model.attention_dropout, "bos_token_id": None, "eos_token_id": None,
+        }  # fmt: skip
+    return shared | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": derived.num_key_value_heads, "head_dim": derived.head_dim,
+        "intermediate_size": derived.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings, "rms_norm_eps": model.norm_epsilon,
+        "attention_bias": False, "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta},
+        "attention_dropout": model.attention_dropout, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
 
 
 def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -77,15 +119,13 @@ def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) ->
 
     Raises ValueError naming a tensor that is missing.
     """
+    pieces: dict[Stored, list[Tensor]] = {}
+    for ours, place in stored_tensors(model).items():
+        pieces.setdefault(replace(place, part=0), []).append(_take(canonical, ours))
     state = {}
-    for ours, theirs in _names(model).items():
-        tensor = _take(canonical, ours)
-        state[theirs] = tensor.t().contiguous() if _transposed(theirs) else tensor
-    if model.family == Family.gpt2:
-        for index in range(model.num_layers):
-            for leaf in ("weight", "bias"):
-                qkv = torch.cat([_take(canonical, f"blocks.{index}.{part}.{leaf}") for part in _QKV])
-                state[f"transformer.h.{index}.attn.c_attn.{leaf}"] = qkv.t().contiguous() if leaf == "weight" else qkv
+    for place, parts in pieces.items():
+        tensor = parts[0] if place.parts == 1 else torch.cat(parts)
+        state[place.name] = tensor.t().contiguous() if place.transposed else tensor
     if model.tie_word_embeddings:
         state["lm_head.weight"] = _take(canonical, "embedding.word_embeddings.weight")
     return state
@@ -94,15 +134,10 @@ def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) ->
 def from_huggingface_state(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """A transformers state dict -> canonical whole tensors. Raises ValueError naming a tensor that is missing."""
     canonical = {}
-    for ours, theirs in _names(model).items():
-        tensor = _take(state, theirs)
-        canonical[ours] = tensor.t().contiguous() if _transposed(theirs) else tensor
-    if model.family == Family.gpt2:
-        for index in range(model.num_layers):
-            for leaf in ("weight", "bias"):
-                qkv = _take(state, f"transformer.h.{index}.attn.c_attn.{leaf}")
-                pieces = (qkv.t().contiguous() if leaf == "weight" else qkv).chunk(3)
-                canonical |= {f"blocks.{index}.{part}.{leaf}": piece for part, piece in zip(_QKV, pieces, strict=True)}
+    for ours, place in stored_tensors(model).items():
+        tensor = _take(state, place.name)
+        rows = tensor.t() if place.transposed else tensor
+        canonical[ours] = rows.chunk(place.parts)[place.part].contiguous()
     return canonical
 
 

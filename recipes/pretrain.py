@@ -7,6 +7,7 @@ python recipes/pretrain.py model=llama_tiny
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,32 +23,38 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.batches import require_batch
     from corpus.prepare import prepare
     from engine.build import build_trainer
+    from engine.checkpoints import Checkpoints
     from engine.failure import refuse
-    from engine.loop import train
+    from engine.loop import Run, train
     from engine.records import RunRecords
+    from engine.resume import begin, choose_start
     from engine.sample import sample_text
     from engine.session import Session, announce
-    from telemetry.run_folder import claim_run_folder
 
     try:
         corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-        folder = claim_run_folder(config.run)
+        claimed = choose_start(config, rank=int(os.environ.get("RANK", "0")))
     except (ValueError, OSError) as error:
         return refuse(error)
 
-    with (
-        Session(config, plan, folder=folder) as session,
-        RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records,
-    ):
-        trainer = build_trainer(
-            config, plan, session.groups, streams=session.streams, device=session.device,
-            num_micro_batches=plan.num_micro_batches_at(0),
-        )  # fmt: skip
-        for report in train(trainer, session, training=corpus.train, validation=corpus.validation, rates=records.rates):
-            records.write(report)
-        sample = sample_text(trainer, session, corpus.tokenizer) if config.train.sample_tokens > 0 else None
-        records.finish(sample)
+    with Session(config, plan, folder=claimed.path) as session:
+        start = claimed.shared()
+        if start.complete:
+            announce(start.note)
+            return 0
+        with RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records:
+            trainer = build_trainer(
+                config, plan, session.groups, streams=session.streams, device=session.device,
+                num_micro_batches=plan.num_micro_batches_at(0),
+            )  # fmt: skip
+            checkpoints = Checkpoints(session, trainer, corpus_fingerprint=corpus.fingerprint)
+            progress = begin(start, checkpoints, records.timeline)
+            parts = Run(trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline)
+            for report in train(parts, progress):
+                records.write(report)
+            sample = sample_text(trainer, session, corpus.tokenizer) if config.train.sample_tokens > 0 else None
+            records.finish(sample)
     return 0
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import shlex
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from conf.schema import RunConfig
 
@@ -23,23 +27,63 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + "-" + secrets.token_hex(2)
 
 
-def claim_run_folder(run: RunConfig) -> Path | None:
-    """On rank 0 make and return run.dir/experiment/id, relative to the folder of the call; None on other ranks.
+class InUseError(ValueError):
+    """A live process has the run's folder."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder and the lock that says it is in use: held until this process ends, however it ends."""
+
+    path: Path
+    lock: IO[str]
+
+
+def claim_run_folder(run: RunConfig) -> RunFolder:
+    """Make run.dir/experiment/id, relative to the folder of the call; for rank 0.
 
     ValueError where the folder belongs to another run already or cannot be made.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return None
-    folder = Path(run.dir).expanduser().absolute() / run.experiment / (run.id or new_run_id())
+    folder = run_folder_path(run, run.id or new_run_id())
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         if folder.is_dir():
-            raise ValueError(f"run.id={run.id}: {folder} is another run's; choose another id or leave it out") from None
+            raise ValueError(
+                f"run.id={run.id}: {folder} is another run's ({whose(folder)}); resume=auto goes on with it, or "
+                "choose another id"
+            ) from None
         raise ValueError(f"run.dir={run.dir} cannot be written: {folder} is a file; choose a folder") from None
     except OSError as error:
         raise ValueError(f"run.dir={run.dir} cannot be written: {error.strerror}; choose another folder") from None
-    return folder
+    return lock_run_folder(folder)
+
+
+def run_folder_path(run: RunConfig, run_id: str) -> Path:
+    return Path(run.dir).expanduser().absolute() / run.experiment / run_id
+
+
+def lock_run_folder(folder: Path) -> RunFolder:
+    """InUseError, with the identity of the run that holds it, where the folder is in use."""
+    lock = (folder / "run.lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InUseError(f"{folder} is in use by {whose(folder)}; wait for it or choose another run.id") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
+    lock.flush()
+    return RunFolder(folder, lock)
+
+
+def whose(folder: Path) -> str:
+    """The run of a folder in words: its id and the process that last held it."""
+    lock = folder / "run.lock"
+    return f"run {folder.name}, {lock.read_text() if lock.exists() else 'not started yet'}"
+
+
+def utc_now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -53,7 +97,7 @@ def identity(run_id: str, *, config_fingerprint: str, corpus_fingerprint: str, s
     """What ran, where, from which code: the content of run.json."""
     return {
         "id": run_id,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "started": utc_now(),
         "command": shlex.join([sys.executable, *sys.argv]),
         "config_fingerprint": config_fingerprint,
         "corpus_fingerprint": corpus_fingerprint,
@@ -65,6 +109,7 @@ def identity(run_id: str, *, config_fingerprint: str, corpus_fingerprint: str, s
     }
 
 
+@cache
 def git_commit() -> str | None:
     """Commit of the code, with "+changes" where files differ from it; None outside a checkout."""
     here = Path(__file__).resolve().parent

@@ -42,7 +42,8 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.session import Session
     from parallel.memory import predict
 
-    with Session(config, plan, folder=claim_run_folder(config.run)) as session:
+    claimed = claim_run_folder(config.run)
+    with Session(config, plan, folder=claimed.path) as session:
         before = set(storages(torch))
         trainer = build_trainer(
             config, plan, session.groups, streams=session.streams, device=session.device, num_micro_batches=1

@@ -1,0 +1,104 @@
+"""A checkpoint's folder on disk: its name, its manifest, which of several are kept. No torch.
+
+    checkpoints/step-00001200/weights/       fp32 master weights, transformers' names and config.json: from_pretrained
+                              exp_avg/       AdamW's moments under the same names and shapes
+                              exp_avg_sq/
+                              manifest.json  progress, config, plan, code, corpus, checksums
+
+A folder with its final name is complete. The latest is found by looking, by number, not by a pointer that can lie.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+WEIGHTS = "weights"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (WEIGHTS, *MOMENTS)  # folders of a checkpoint: fp32 weights, AdamW's moments
+
+
+class DamagedError(ValueError):
+    """A checkpoint that is not what was written."""
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """Bytes of one checkpoint: fp32 weights and two moments."""
+    return 4 * len(KINDS) * parameters
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def partial_path(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its name."""
+    return folder / f".step-{step:08d}.partial"
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint, by number; other names are left alone."""
+    found = []
+    for path in folder.glob("step-*"):
+        match = re.fullmatch(r"step-(\d+)", path.name)
+        if match and (path / MANIFEST).is_file():
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest with its own checksum, and flush it to disk."""
+    with (path / MANIFEST).open("w") as file:
+        json.dump(manifest | {"checksum": _digest_of(manifest)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint. Raises DamagedError where it is torn or was changed."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        checksum = manifest.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DamagedError(f"{path / MANIFEST} cannot be read: {error!r}") from None
+    if checksum != _digest_of(manifest):
+        raise DamagedError(f"{path / MANIFEST} is not what was written")
+    if manifest["format"] != FORMAT:
+        raise DamagedError(f"{path / MANIFEST} has format {manifest['format']}, this version reads {FORMAT}")
+    return manifest
+
+
+def rename_over(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, in place of one that a further attempt has left."""
+    if not final.exists():
+        partial.rename(final)
+        return
+    old = final.with_name(f".{final.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    final.rename(old)
+    partial.rename(final)
+    shutil.rmtree(old)
+
+
+def prune(folder: Path, *, keep_last: int, keep_every: int, protected: Sequence[int] = ()) -> None:
+    """Delete checkpoints but the newest `keep_last` (-1: all), each `keep_every`-th step (0: none) and `protected`."""
+    complete = list_checkpoints(folder)
+    kept = {step for step, _ in (complete if keep_last < 0 else complete[-keep_last:])} | set(protected)
+    for step, path in complete:
+        if step not in kept and not (keep_every and step % keep_every == 0):
+            doomed = path.with_name(f".{path.name}.deleted")
+            path.rename(doomed)  # at once: a half deleted folder must not look like a checkpoint
+            shutil.rmtree(doomed)
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(manifest, sort_keys=True).encode())

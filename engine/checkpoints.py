@@ -1,0 +1,255 @@
+"""Checkpoints that name no topology: when they are written, which one counts, and what is read back.
+
+A checkpoint (engine/checkpoint_folder.py) is written under another name, flushed to disk and renamed. Memory: a
+synchronous save needs one box beyond what the rank holds (engine/storage.py), an
+asynchronous one a host copy of the rank's share too (12 bytes x parameters / ranks under ZeRO), kept from save to save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+
+from conf.load import fingerprint, to_plain
+from conf.schema import CheckpointConfig, OnSaveError
+from engine.checkpoint_folder import (
+    FORMAT,
+    KINDS,
+    WEIGHTS,
+    DamagedError,
+    checkpoint_path,
+    list_checkpoints,
+    partial_path,
+    prune,
+    read_manifest,
+    rename_over,
+    write_manifest,
+)
+from engine.distributed import broadcast, gather
+from engine.failure import StopRun
+from engine.held import (
+    HostCopy,
+    PiecesPlanner,
+    boxes_to_load,
+    loss_scale_state,
+    optimizer_steps,
+    pieces_to_save,
+    set_loss_scale_state,
+    set_optimizer_steps,
+)
+from engine.session import Session, announce
+from engine.step import Trainer
+from engine.storage import INDEX, BoxWriter, Checksum, damage, load_boxes, sync_folder
+from model.huggingface import huggingface_config
+from telemetry.run_folder import git_commit, write_json
+
+RANDOM_STATE_RULE = "reseeded each step from (seed, step, data rank, stage): nothing to store"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands between two steps: with weights and optimizer states, all that the next step depends on.
+
+    step, samples, tokens: trained so far; passed_over: [first, last) ranges of sample indices that are left out.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    passed_over: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Progress:
+        """Of a manifest: JSON knows no tuples."""
+        return cls(**plain | {"passed_over": tuple((first, last) for first, last in plain["passed_over"])})
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A finished save: pause_s: how long training stood still; total_s: until it was on disk; error: why it is not."""
+
+    step: int
+    pause_s: float
+    total_s: float
+    bytes: int
+    error: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, on every rank alike.
+
+    Of the saves in flight `poll` tells those that have ended on this rank; `finish` waits for them.
+    """
+
+    def __init__(self, session: Session, trainer: Trainer, *, corpus_fingerprint: str) -> None:
+        assert session.folder is not None
+        self.session, self.trainer, self.corpus_fingerprint = session, trainer, corpus_fingerprint
+        self.settings: CheckpointConfig = session.config.checkpoint
+        self.folder = session.folder / "checkpoints"
+        self.group = dist.new_group(backend="gloo")  # its own: an asynchronous save talks while training does
+        self.stager = HostCopy(session.device)
+        self.resumed_from: int | None = None
+        self._pending: tuple[Future[Any], SaveReport, float] | None = None
+
+    def is_due(self, step: int) -> bool:
+        last = step == self.session.config.train.train_iters
+        return self.settings.interval > 0 and (last or step % self.settings.interval == 0)
+
+    def save(self, progress: Progress, *, wait: bool = False) -> list[SaveReport]:
+        """Save now; returns the saves that ended meanwhile. `wait`: return when it is on disk."""
+        reports = self.finish()
+        start = time.perf_counter()
+        pieces = pieces_to_save(self.trainer, self.session.config.model, self.session.groups)
+        size = sum(tensor.nbytes for one in pieces.values() for tensor in one.tensors.values())
+        partial = partial_path(self.folder, progress.step)
+        meta = self._meta(progress)
+        writer = BoxWriter(partial, on_finish=lambda checksums: self._complete(partial, meta, checksums))
+        options: dict[str, Any] = {
+            "storage_writer": writer,
+            "planner": PiecesPlanner(),
+            "process_group": self.group,
+        }
+        if self.settings.asynchronous and not wait:
+            future: Any = dcp.async_save(pieces, async_stager=self.stager, **options)
+        else:
+            future = Future()
+            try:
+                future.set_result(dcp.save(pieces, **options))
+            except Exception as error:  # reported by `_report`, on every rank: DCP tells all of any rank's failure
+                future.set_exception(error)
+        pause = time.perf_counter() - start
+        self._pending = future, SaveReport(progress.step, pause, pause, size), start
+        return reports + (self.finish() if wait or not self.settings.asynchronous else [])
+
+    def poll(self) -> list[SaveReport]:
+        """The save in flight, if it has ended on this rank."""
+        return self.finish() if self._pending is not None and self._pending[0].done() else []
+
+    def finish(self) -> list[SaveReport]:
+        """Wait for the save in flight."""
+        if self._pending is None:
+            return []
+        (future, report, start), self._pending = self._pending, None
+        error = future.exception()
+        report = dataclasses.replace(report, total_s=time.perf_counter() - start)
+        if error is None:
+            return [report]
+        if self.session.rank == 0:
+            shutil.rmtree(partial_path(self.folder, report.step), ignore_errors=True)
+        return [dataclasses.replace(report, error=_reason(error))]
+
+    def must_stop(self, reports: Sequence[SaveReport]) -> bool:
+        """Whether a failed save shall end the run."""
+        return self.settings.on_error is OnSaveError.stop and any(report.error is not None for report in reports)
+
+    def newest_first(self) -> list[Path]:
+        return [path for _, path in reversed(list_checkpoints(self.folder))]
+
+    def newest(self) -> Path | None:
+        return next(iter(broadcast(self.newest_first())), None)
+
+    def load_newest(self, candidates: Sequence[Path], *, only: bool) -> Progress:
+        """Load the first of rank 0's `candidates` (newest first) that passes its checksums; each damaged one is named.
+
+        Raises StopRun where none does, or the first does not and `only`.
+        """
+        candidates = broadcast(candidates)
+        for path in candidates:
+            try:
+                return self.load(path)
+            except DamagedError as error:
+                if only:
+                    raise StopRun(f"{error}; choose another checkpoint or resume=auto") from None
+                announce(f"warning: {error}; trying the checkpoint before it")
+        raise StopRun(f"no checkpoint under {candidates[0].parent} is whole; resume=never starts over")
+
+    def load(self, path: Path) -> Progress:
+        """Weights, moments and progress of a checkpoint that any plan wrote. Raises DamagedError, on every rank."""
+        manifest = self._checked(path)
+        load_boxes(path, boxes_to_load(self.trainer, self.session.config.model, self.session.groups))
+        set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
+        set_loss_scale_state(self.trainer, manifest["loss_scale"])
+        self.resumed_from = manifest["progress"]["step"]
+        return Progress(
+            **manifest["progress"] | {"passed_over": tuple(map(tuple, manifest["progress"]["passed_over"]))}
+        )
+
+    def load_weights(self, folder: Path) -> None:
+        """Only the weights, from this format's or transformers' folder; the optimizer starts anew."""
+        boxes = boxes_to_load(self.trainer, self.session.config.model, self.session.groups)
+        load_boxes(folder.parent, ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS))
+
+    def _checked(self, path: Path) -> dict[str, Any]:
+        """The manifest, after all ranks together have read every byte."""
+        try:
+            answer: dict[str, Any] | DamagedError = read_manifest(path)
+        except DamagedError as error:
+            answer = error
+        manifest = broadcast(answer)
+        if isinstance(manifest, DamagedError):
+            raise manifest
+        found = None
+        for kind, digest in manifest["indices"].items():
+            index = path / kind / INDEX
+            if not index.is_file() or xxhash.xxh3_64_hexdigest(index.read_bytes()) != digest:
+                found = f"{kind}/{INDEX} is missing or not what was written"
+        ranks = dist.get_world_size()
+        share = [Checksum(**one) for one in manifest["checksums"][self.session.rank :: ranks]]
+        problems = [problem for problem in gather(found or damage(path, share)) if problem is not None]
+        if problems:
+            raise DamagedError(f"checkpoint {path} is damaged: {problems[0]}")
+        return manifest
+
+    def _meta(self, progress: Progress) -> dict[str, Any]:
+        config = self.session.config
+        return {
+            "format": FORMAT,
+            "progress": dataclasses.asdict(progress),
+            "optimizer_steps": optimizer_steps(self.trainer),
+            "random_state": RANDOM_STATE_RULE,
+            "learning_rate": "a function of config, step and tokens: nothing to store",
+            "loss_scale": loss_scale_state(self.trainer),
+            "config": to_plain(config),
+            "config_fingerprint": fingerprint(config),
+            "plan": dataclasses.asdict(self.session.plan),
+            "git_commit": git_commit() if self.session.rank == 0 else None,
+            "corpus_fingerprint": self.corpus_fingerprint,
+            "run": self.session.run_id,
+        }
+
+    def _complete(self, partial: Path, meta: dict[str, Any], checksums: list[Checksum]) -> None:
+        """On rank 0, when every rank's bytes are on disk: manifest, final name, pruning."""
+        write_json(partial / WEIGHTS / "config.json", huggingface_config(self.session.config.model))
+        indices = {kind: xxhash.xxh3_64_hexdigest((partial / kind / INDEX).read_bytes()) for kind in KINDS}
+        files = {one.file: (partial / one.file).stat().st_size for one in checksums}
+        manifest = meta | {
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "files": files,
+            "indices": indices,
+            "checksums": [dataclasses.asdict(one) for one in checksums],
+        }
+        write_manifest(partial, manifest)
+        sync_folder(partial)
+        rename_over(partial, checkpoint_path(self.folder, meta["progress"]["step"]))
+        sync_folder(self.folder)
+        protected = [] if self.resumed_from is None else [self.resumed_from]
+        prune(self.folder, keep_last=self.settings.keep_last, keep_every=self.settings.keep_every, protected=protected)
+
+
+def _reason(error: BaseException) -> str:
+    """The first rank's own error out of what DCP raises on all."""
+    failures = getattr(error, "failures", None)
+    if not failures:
+        return repr(error)
+    rank, (cause, _) = min(failures.items())
+    return f"rank {rank}: {cause!r}"

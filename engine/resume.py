@@ -1,0 +1,197 @@
+"""Which run and which checkpoint a command goes on from: decided on rank 0 before torch.distributed starts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+from conf.load import leaves, to_plain
+from conf.schema import Config
+from engine.checkpoint_folder import WEIGHTS, DamagedError, checkpoint_bytes, list_checkpoints, read_manifest
+from engine.checkpoints import Checkpoints, Progress
+from engine.distributed import broadcast
+from engine.session import announce
+from engine.storage import weight_map
+from parallel.sizes import parameter_count
+from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path
+from telemetry.tables import size
+from telemetry.timeline import Timeline
+
+# How a model is trained, not what it is: these may change between checkpoint and resume.
+FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
+ASIDE = ("model", "run", "telemetry", "benchmark", "checkpoint", "resume", "initialize_from")
+
+
+@dataclass(frozen=True)
+class Start:
+    """path: the run's folder, held by `lock` (rank 0 only); candidates: checkpoints to try, newest first; only: no
+    other than the first.
+
+    complete: the run has trained all its steps already. changed: knobs that differ from the first candidate's,
+    (key, its value, the value in force). note: one line for the console.
+    """
+
+    path: Path | None = None
+    lock: IO[str] | None = None
+    candidates: list[Path] = field(default_factory=list)
+    only: bool = False
+    complete: bool = False
+    changed: list[tuple[str, Any, Any]] = field(default_factory=list)
+    note: str = ""
+
+    def shared(self) -> Start:
+        """Rank 0's choice on every rank; the lock stays with the original, which must live as long as the run."""
+        return broadcast(replace(self, lock=None))
+
+
+def choose_start(config: Config, *, rank: int) -> Start:
+    """Claim the run's folder and list what to go on from. ValueError where that cannot be, with the remedy."""
+    if rank != 0:
+        return Start()
+    weights_folder(config)
+    if config.resume == "never":
+        start = _fresh(config)
+    elif config.resume == "auto":
+        start = _newest(config)
+    else:
+        start = _at(config, Path(config.resume).expanduser().absolute())
+    _require_room(config, start)
+    return start
+
+
+def _require_room(config: Config, start: Start) -> None:
+    """ValueError where the disk of the run's folder has no room for one checkpoint."""
+    need = checkpoint_bytes(parameter_count(config.model))
+    assert start.path is not None
+    free = shutil.disk_usage(start.path).free
+    if config.checkpoint.interval > 0 and free < need:
+        raise ValueError(
+            f"{start.path} has {size(free)} free but one checkpoint takes {size(need)}; make room, choose another "
+            "run.dir, or train without checkpoints (checkpoint.interval=0)"
+        )
+
+
+def _fresh(config: Config, *, candidates: Sequence[Path] = (), note: str = "", **named: Any) -> Start:
+    """A new run."""
+    claimed = claim_run_folder(config.run)
+    return Start(claimed.path, claimed.lock, list(candidates), note=note, **named)
+
+
+def weights_folder(config: Config) -> Path | None:
+    """The folder of safetensors that `initialize_from` means; ValueError where there is none."""
+    if config.initialize_from is None:
+        return None
+    given = Path(config.initialize_from).expanduser().absolute()
+    folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+    try:
+        weight_map(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"initialize_from={config.initialize_from}: {error}") from None
+    return folder
+
+
+def _newest(config: Config) -> Start:
+    """The run that run.id names, else the newest of the experiment that is unfinished, unused and of this model."""
+    run = config.run
+    if run.id is not None:
+        folder = run_folder_path(run, run.id)
+        return _reopened(config, folder, _newest_first(folder)) if folder.is_dir() else _fresh(config)
+    for folder in sorted(run_folder_path(run, ".").glob("*/checkpoints"), reverse=True):
+        candidates = _newest_first(folder.parent)
+        finished = (folder.parent / "complete.json").exists()
+        if candidates and not finished and not _differences(config, candidates):
+            with suppress(InUseError):
+                return _reopened(config, folder.parent, candidates)
+    note = f"resume=auto: no unfinished run of experiment {run.experiment} with this model; starting a new one"
+    return _fresh(config, note=note)
+
+
+def _at(config: Config, path: Path) -> Start:
+    """A checkpoint that the user named, or the newest of a run: in its own run where run.id says so, or a new one."""
+    only = path in [folder for _, folder in list_checkpoints(path.parent)]
+    candidates = [path] if only else _newest_first(path) or _newest_first(path.parent, name=path.name)
+    if not candidates:
+        raise ValueError(
+            f"resume={config.resume}: there is no complete checkpoint; name a folder step-N or a run's folder"
+        )
+    own = config.run.id is not None and candidates[0].parents[1] == run_folder_path(config.run, config.run.id)
+    if own:
+        return _reopened(config, candidates[0].parents[1], candidates, only=only)
+    changed = _checked(config, candidates)
+    return _fresh(config, candidates=candidates, only=only, changed=changed)
+
+
+def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: bool = False) -> Start:
+    changed = _checked(config, candidates)
+    opened = lock_run_folder(folder)
+    complete, iters = folder / "complete.json", config.train.train_iters
+    if complete.exists() and candidates and list_checkpoints(folder / "checkpoints")[-1][0] >= iters:
+        return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")
+    complete.unlink(missing_ok=True)
+    (folder / "failed.json").unlink(missing_ok=True)
+    return Start(opened.path, opened.lock, candidates, only=only, changed=changed)
+
+
+def _newest_first(folder: Path, *, name: str = "checkpoints") -> list[Path]:
+    return [path for _, path in reversed(list_checkpoints(folder / name))]
+
+
+def _checked(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any]]:
+    """What differs in how the model is trained. ValueError, with the list, where the model itself differs."""
+    differences = _differences(config, candidates)
+    if differences:
+        lines = "; ".join(f"{key} is {ours} here and {theirs} there" for key, theirs, ours in differences)
+        raise ValueError(f"{candidates[0]} holds another model: {lines}; start a new run with resume=never")
+    saved = _saved_config(candidates)
+    if saved is None:
+        return []
+    theirs = {key: value for key, value in _flat(saved) if key.split(".")[0] not in ASIDE}
+    ours = {key: value for key, value in _flat(to_plain(config)) if key.split(".")[0] not in ASIDE}
+    return [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]
+
+
+def _differences(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any]]:
+    """(knob, checkpoint's value, value here) where they are not the same model."""
+    saved = _saved_config(candidates)
+    if saved is None:
+        return []
+    theirs, ours = saved["model"], to_plain(config.model)
+    keys = [key for key in ours if key not in FREE and theirs.get(key) != ours[key]]
+    return [(f"model.{key}", theirs.get(key), ours[key]) for key in keys]
+
+
+def _saved_config(candidates: list[Path]) -> dict[str, Any] | None:
+    """The config of the newest checkpoint whose manifest can be read; damaged ones are named when they are loaded."""
+    for path in candidates:
+        try:
+            return read_manifest(path)["config"]
+        except DamagedError:
+            continue
+    return None
+
+
+def _flat(plain: dict[str, Any]) -> list[tuple[str, Any]]:
+    return list(leaves(plain))
+
+
+def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progress:
+    """Load what `start` says into the trainer, on all ranks alike, and say so."""
+    if start.note:
+        announce(start.note)
+    if start.candidates:
+        progress = checkpoints.load_newest(start.candidates, only=start.only)
+        for key, theirs, ours in start.changed:
+            announce(f"{key} is {ours} from here on (in the checkpoint: {theirs})")
+        message = f"resumed after {progress.samples} samples, {progress.tokens} tokens"
+        timeline.add("resume", step=progress.step, message=message, changed=start.changed)
+        return progress
+    weights = weights_folder(checkpoints.session.config)
+    if weights is not None:
+        checkpoints.load_weights(weights)
+        message = f"weights from {weights}; optimizer and step counter start anew"
+        timeline.add("weights", step=0, message=message)
+    return Progress()

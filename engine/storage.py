@@ -1,0 +1,234 @@
+"""Checkpoint files: whole tensors in plain safetensors, written by all ranks at once, each its own boxes in place.
+
+`BoxWriter` is a storage writer for torch.distributed.checkpoint (DCP), which plans, checks that the boxes of all ranks
+tile every tensor exactly, and tells every rank when one fails. DCP's own HuggingFaceStorageWriter does not fit: it
+writes one file of shards a rank, keyed by name, so two boxes of one tensor on a rank collide, a file is held in memory
+twice, and whole tensors need a second pass over all bytes. Here the place of each tensor is known from its shape
+before anything is written, so a rank needs no memory beyond one box and nothing is written twice. Ranks on several
+machines need a shared file system that keeps disjoint writes to one file apart (POSIX; pwrite, no mmap).
+
+Layout of a folder: KIND/model-00001-of-0000N.safetensors and KIND/model.safetensors.index.json, transformers' own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+MAX_FILE_BYTES = 4 * 2**30
+INDEX = "model.safetensors.index.json"
+ITEM = 4  # bytes of an fp32 value
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """xxh3_64 of the values [sizes] at `offsets` of a tensor, C order; file: relative to the checkpoint's folder."""
+
+    file: str
+    tensor: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    xxh3_64: str
+
+
+class BoxWriter(StorageWriter):
+    """Writes fp32 boxes named "kind/tensor" under `folder`; `on_finish(checksums)` runs on the first rank when the
+    bytes of all ranks are on disk.
+    """
+
+    def __init__(self, folder: Path, *, on_finish: Callable[[list[Checksum]], None]) -> None:
+        self.folder = folder
+        self.on_finish = on_finish
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Each save has a writer of its own."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to set up before the plans are known."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: lay out and create the files, and tell each rank where its tensors begin."""
+        shapes = {item.index.fqn: _tensor_data(item).size for plan in plans for item in plan.items}
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a save that was killed
+        places = _create_files(self.folder, {name: tuple(shape) for name, shape in sorted(shapes.items())})
+        return [
+            replace(plan, storage_data={item.index.fqn: places[item.index.fqn] for item in plan.items})
+            for plan in plans
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        with ExitStack() as stack:
+            opened: dict[str, int] = {}
+            for item in plan.items:
+                file, begin = plan.storage_data[item.index.fqn]
+                if file not in opened:
+                    opened[file] = os.open(self.folder / file, os.O_WRONLY)
+                    stack.callback(os.close, opened[file])
+                results.append(_write_item(item, planner.resolve_data(item), opened[file], file=file, begin=begin))
+            for descriptor in opened.values():
+                os.fsync(descriptor)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Any, results: list[list[WriteResult]]) -> None:
+        self.on_finish([result.storage_data for of_rank in results for result in of_rank])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+def damage(folder: Path, checksums: Iterable[Checksum]) -> str | None:
+    """The first box that cannot be read or is not what was written, in words; None where all are."""
+    files: dict[str, Any] = {}
+    for one in checksums:
+        try:
+            if one.file not in files:
+                files[one.file] = safe_open(folder / one.file, framework="np")
+            values = _slice(files[one.file], one.tensor, one.offsets, one.sizes)
+        except (OSError, SafetensorError) as error:
+            return f"{one.file} cannot be read: {error}"
+        if _digest(values) != one.xxh3_64:
+            return f"{one.file}: the values of {one.tensor} at {list(one.offsets)} are not those that were written"
+    return None
+
+
+def load_boxes(folder: Path, boxes: Iterable[tuple[str, Any, Tensor]]) -> None:
+    """Fill each (kind, Box, tensor [box.sizes]) from `folder`. Raises ValueError naming a tensor that is not there."""
+    files: dict[str, Any] = {}
+    indices: dict[str, Mapping[str, str]] = {}
+    for kind, box, target in boxes:
+        if kind not in indices:
+            indices[kind] = weight_map(folder / kind)
+        if box.name not in indices[kind]:
+            raise ValueError(f"{folder / kind} has no tensor {box.name}; it holds {len(indices[kind])} others")
+        file = f"{kind}/{indices[kind][box.name]}"
+        if file not in files:
+            files[file] = safe_open(folder / file, framework="pt")
+        stored = tuple(files[file].get_slice(box.name).get_shape())
+        if stored != box.shape:
+            raise ValueError(f"{folder / file}: {box.name} is {stored}, the model needs {box.shape}")
+        with torch.no_grad():
+            target.copy_(_slice(files[file], box.name, box.offsets, box.sizes))
+
+
+def weight_map(folder: Path) -> Mapping[str, str]:
+    """Tensor name -> file name in a folder of safetensors as transformers writes it, one file or several."""
+    if (folder / INDEX).exists():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="np") as opened:
+            found |= dict.fromkeys(opened.keys(), path.name)
+    if not found:
+        raise ValueError(f"{folder} holds no .safetensors file")
+    return found
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _tensor_data(item: WriteItem) -> Any:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _create_files(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, int]]:
+    """Files of their final size with their headers; "kind/tensor" -> (file, its first byte there)."""
+    places: dict[str, tuple[str, int]] = {}
+    for kind in sorted({name.partition("/")[0] for name in shapes}):
+        of_kind = {name.partition("/")[2]: shape for name, shape in shapes.items() if name.startswith(f"{kind}/")}
+        (folder / kind).mkdir(parents=True)
+        files = _packed(of_kind)
+        for number, names in enumerate(files, start=1):
+            file = f"{kind}/model-{number:05d}-of-{len(files):05d}.safetensors"
+            begins = _create_file(folder / file, {name: of_kind[name] for name in names})
+            places |= {f"{kind}/{name}": (file, begin) for name, begin in begins.items()}
+        total = sum(prod(shape) for shape in of_kind.values()) * ITEM
+        files_of = {name: Path(places[f"{kind}/{name}"][0]).name for name in of_kind}
+        index = {"metadata": {"total_size": total}, "weight_map": files_of}
+        (folder / kind / INDEX).write_text(json.dumps(index, indent=2))
+        sync_folder(folder / kind)
+    return places
+
+
+def _packed(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+    """Names in order, a new file where the next tensor would make one larger than MAX_FILE_BYTES."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        if files[-1] and size + prod(shape) * ITEM > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += prod(shape) * ITEM
+    return files
+
+
+def _create_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """A safetensors file without its values: length of the header, header, room. First byte of each tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + prod(shape) * ITEM
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in shapes}
+
+
+def _write_item(item: WriteItem, tensor: Any, descriptor: int, *, file: str, begin: int) -> WriteResult:
+    """Write one box: at once where it is contiguous in the file, else row by row."""
+    shape, offsets = _tensor_data(item).size, tuple(_tensor_data(item).chunk.offsets)
+    values = np.ascontiguousarray(tensor.detach().cpu().numpy())
+    first = begin + int(np.ravel_multi_index(offsets, shape)) * ITEM
+    rows = [values] if values.shape[1:] == tuple(shape[1:]) or len(values) == 1 else values
+    for number, row in enumerate(rows):
+        _write_at(descriptor, row.data.cast("B"), first + number * shape[-1] * ITEM)
+    name = item.index.fqn.partition("/")[2]
+    checksum = Checksum(file, name, offsets, tuple(values.shape), _digest(values))
+    return WriteResult(item.index, values.nbytes, checksum)
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _slice(file: Any, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    return file.get_slice(name)[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
+
+
+def _digest(values: np.ndarray) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values).data.cast("B"))

@@ -1,0 +1,26 @@
+"""What happened to a run, in order, over all its starts: timeline.jsonl, one event a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from telemetry.run_folder import utc_now
+
+
+class Timeline:
+    """add(...) on every rank; only where there is a path (rank 0) it is written, and said on the console."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def add(self, event: str, *, step: int, message: str | None = None, **details: Any) -> None:
+        """event: start, resume, checkpoint, checkpoint failed, skipped step, spike, rollback, stop request, end."""
+        if self.path is None:
+            return
+        row = {"time": utc_now(), "event": event, "step": step, **details}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row | ({} if message is None else {"message": message}), default=str) + "\n")
+        if message is not None:
+            print(f"step {step:>6}  {message}", flush=True)
