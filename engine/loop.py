@@ -235,7 +235,7 @@ def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:
             continue
         message = f"checkpoint: {save.bytes / 1e6:,.1f} MB on this rank in {save.total_s:.2f} s, "
         message += f"training paused {save.pause_s:.2f} s"
-        run.timeline.add("checkpoint", step=save.step, message=message, **asdict(save))
+        run.timeline.add("checkpoint", message=message, **asdict(save))
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:

@@ -125,11 +125,15 @@ group=""
 on_signal() { # $1: the signal, $2: the exit code when it comes a second time
     if [[ -z $asked && -n $group ]]; then
         asked=$1
+        stop_code=$2
         ask_ranks
-        return
+        return 0
     fi
     trap '' INT TERM USR1
-    [[ -z $group ]] || end_ranks "$1"
+    if [[ -n $group ]]; then
+        ask_ranks # the second time means: at once
+        end_ranks "$1"
+    fi
     rm -f "$marker"
     exit "$2"
 }
@@ -165,7 +169,10 @@ while true; do
         echo "launch/local.sh: the launcher ended but rank 0 did not finish: some process was killed" >&2
         code=1
     fi
-    [[ -z $asked ]] || break
+    if [[ -n $asked ]]; then
+        [[ $code -ne 246 ]] || code=$stop_code # ranks that did not train yet knew no SIGUSR1
+        break
+    fi
     case $code in 0 | 2 | 75 | 130 | 143) break ;; esac
     [[ $attempt -lt $restarts ]] || break
     attempt=$((attempt + 1))

@@ -1,10 +1,13 @@
-"""recipes/pretrain.py with one fault: FAULT=raise|exit|kill strikes rank 2 before its third step. Started by tests."""
+"""recipes/pretrain.py with one fault: FAULT=raise|exit|kill|slow strikes rank FAULT_RANK (2) before its FAULT_STEP-th
+(third) step, once where FAULT_ONCE names a file that is not there yet. Started by tests.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,17 @@ from conf.schema import Config
 from parallel.plan import ParallelPlan
 
 
+def _strikes(step: int) -> bool:
+    once = os.environ.get("FAULT_ONCE")
+    if step != int(os.environ.get("FAULT_STEP", "3")) or os.environ["RANK"] != os.environ.get("FAULT_RANK", "2"):
+        return False
+    if once is not None and Path(once).exists():
+        return False
+    if once is not None:
+        Path(once).touch()
+    return True
+
+
 def run(config: Config, plan: ParallelPlan) -> int:
     from engine.pipeline import PipelineTrainer
     from recipes import pretrain
@@ -23,7 +37,9 @@ def run(config: Config, plan: ParallelPlan) -> int:
 
     def train_batch(self: PipelineTrainer, *arguments: Any, **named: Any) -> Any:
         steps.append(1)
-        if len(steps) == 3 and os.environ["RANK"] == "2":
+        if os.environ["FAULT"] == "slow":
+            time.sleep(float(os.environ.get("SLOW_S", "0.3")))
+        elif _strikes(len(steps)):
             if os.environ["FAULT"] == "raise":
                 raise RuntimeError("the fault that was asked for")
             if os.environ["FAULT"] == "exit":

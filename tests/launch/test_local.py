@@ -103,7 +103,7 @@ def test_a_recipe_is_found_from_any_folder(call):
     [
         (["-n", "none", "recipe.py"], "-n none is not a number of ranks"),
         (["nothing.py"], "there is no recipe nothing.py"),
-        ([], "usage: launch/local.sh [-n RANKS] RECIPE OVERRIDES..."),
+        ([], "usage: launch/local.sh [-n RANKS] [-r RESTARTS] RECIPE OVERRIDES..."),
         (["recipe.py", "train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?"),
     ],
 )

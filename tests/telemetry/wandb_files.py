@@ -35,9 +35,19 @@ def payloads(path: Path) -> Iterator[bytes]:
 
 def stored(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
     """History rows, config and run record of the one offline run under `folder`."""
+    [path] = segments(folder)
+    return read(path)
+
+
+def segments(folder: Path) -> list[Path]:
+    """The files of a run's starts, oldest first."""
+    return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime)
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """History rows, config and run record of one file."""
     from wandb.proto import wandb_internal_pb2
 
-    [path] = folder.glob("wandb/offline-run-*/*.wandb")
     rows, config, run = [], {}, None
     for payload in payloads(path):
         record = wandb_internal_pb2.Record()

@@ -1,0 +1,130 @@
+"""Stopping on request and going on after a fault, through the launch script: cases F7, G2, D3 and D4."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.checkpoint_folder import list_checkpoints
+from tests.engine.launched import (
+    BIN,
+    FAULTY,
+    LOCAL,
+    TINY,
+    events_of,
+    finish,
+    processes_in,
+    start,
+    steps_of,
+    wait_for,
+)
+from tests.telemetry.wandb_files import read, segments
+
+LONG = [*TINY, "train.train_iters=100000", "checkpoint.interval=0"]
+
+
+def stopped(tmp_path: Path, process: subprocess.Popen[str]) -> int:
+    """Wait for the end of a run that was asked to stop; the step of its one checkpoint, which is its last step."""
+    run = tmp_path / "runs" / "default" / "r"
+    process.wait(timeout=30)
+    output = (tmp_path / "output.txt").read_text()
+    steps, checkpoints = steps_of(run), list_checkpoints(run / "checkpoints")
+    assert [step for step, _ in checkpoints] == [steps[-1]], output
+    assert [event["event"] for event in events_of(run)][-1] == "stopped on request"
+    assert "Traceback" not in output
+    wait_for(lambda: not processes_in(tmp_path, str(FAULTY)), seconds=30, what="all ranks gone")
+    return steps[-1]
+
+
+SIGNALS = {
+    "SIGTERM to rank 1": ("rank 1", signal.SIGTERM),
+    "SIGUSR1 to rank 0": ("rank 0", signal.SIGUSR1),
+    "Ctrl-C to the script": ("script", signal.SIGINT),
+    "SIGTERM to the script": ("script", signal.SIGTERM),
+    "SIGTERM to DeepSpeed's launcher": ("launcher", signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "1" in name or "Ctrl" in name else pytest.mark.slow) for name in SIGNALS]
+)
+def test_a_signal_ends_the_run_after_a_saved_step(name: str, tmp_path: Path) -> None:
+    """Case F7: whoever gets it, all ranks agree on the step; the code is 75; the next start goes on at +1."""
+    target, number = SIGNALS[name]
+    run = tmp_path / "runs" / "default" / "r"
+    process = start([str(LOCAL), "-n", "2", str(FAULTY), *LONG], tmp_path, FAULT="slow")
+    wait_for(lambda: len(steps_of(run)) >= 2, seconds=90, what="two steps")
+    if target == "script":
+        process.send_signal(number)
+    elif target == "launcher":
+        (launcher,) = processes_in(tmp_path, "deepspeed.launcher.launch")
+        launcher.send_signal(number)
+    else:
+        rank = target.split()[1]
+        (process_of_rank,) = processes_in(tmp_path, f"--local_rank={rank}")
+        process_of_rank.send_signal(number)
+    last = stopped(tmp_path, process)
+    if target != "launcher":  # which returns 1 when it was ended itself
+        assert process.returncode == 75
+    more = [*TINY, f"train.train_iters={last + 2}"]
+    code, output = finish([str(LOCAL), "-n", "2", str(FAULTY), *more], tmp_path, FAULT="none")
+    assert code == 0, output
+    assert steps_of(run) == list(range(1, last + 3))
+
+
+@pytest.mark.slow
+def test_a_signal_in_an_evaluation_is_obeyed_after_it(tmp_path: Path) -> None:
+    long = [*LONG, "train.eval_interval=1", "train.eval_samples=800"]
+    process = start([str(LOCAL), "-n", "2", str(FAULTY), *long], tmp_path, FAULT="slow")
+    run = tmp_path / "runs" / "default" / "r"
+    wait_for(lambda: len(steps_of(run)) >= 2, seconds=90, what="two steps")
+    (rank,) = processes_in(tmp_path, "--local_rank=1")
+    rank.send_signal(signal.SIGTERM)
+    stopped(tmp_path, process)
+    assert process.returncode == 75
+
+
+@pytest.mark.slow
+def test_the_same_signal_again_ends_the_run_at_once(tmp_path: Path) -> None:
+    process = start([str(LOCAL), "-n", "2", str(FAULTY), *LONG], tmp_path, FAULT="slow", SLOW_S="8")
+    wait_for(lambda: processes_in(tmp_path, "--local_rank=1"), seconds=60, what="ranks")
+    wait_for(lambda: steps_of(tmp_path / "runs" / "default" / "r"), seconds=60, what="a step")
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=15) == 130
+    assert not processes_in(tmp_path, str(FAULTY))
+
+
+def test_a_killed_rank_is_restarted_from_the_checkpoint_and_wandb_goes_on(tmp_path: Path) -> None:
+    """Case G2: killed before step 7 with a checkpoint at 4; the second segment has the steps 5 to 8 of the same run."""
+    command = [str(LOCAL), "-n", "2", "-r", "1", str(FAULTY), *TINY, "train.train_iters=8", "checkpoint.interval=4"]
+    once = str(tmp_path / "struck")
+    code, output = finish(command, tmp_path, FAULT="kill", FAULT_STEP="7", FAULT_RANK="1", FAULT_ONCE=once)
+    assert code == 0, output
+    assert "restart 1 of 1" in output and "a rank was lost" in output
+    run = tmp_path / "runs" / "default" / "r"
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
+    (first, _, first_run), (second, _, second_run) = map(read, segments(run))
+    assert first_run.run_id == second_run.run_id == "r"
+    assert [row["step"] for row in first if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in second if "train/loss" in row] == [5, 6, 7, 8]
+    assert "less than current step" not in output
+    assert [event["event"] for event in events_of(run) if event["event"] != "checkpoint"] == [
+        "start",
+        "start",
+        "resume",
+    ]
+    assert (run / "complete.json").exists() and not (run / "failed.json").exists()
+
+
+def test_resume_from_a_path_that_is_not_there_writes_nothing(tmp_path: Path) -> None:
+    """Case D3."""
+    code, output = finish([str(BIN / "python"), str(FAULTY), *TINY, "parallel.pp=1", "resume=/nope"], tmp_path, FAULT="none")
+    assert code == 2
+    assert "error: resume=/nope: there is no complete checkpoint" in output
+    assert not (tmp_path / "runs" / "default").exists()
