@@ -125,7 +125,7 @@ class Checkpoints:
             future = Future()
             try:
                 future.set_result(dcp.save(pieces, **options))
-            except Exception as error:  # reported by `_report`, on every rank: DCP tells all of any rank's failure
+            except dcp.CheckpointException as error:  # on every rank: DCP tells all of any rank's failure
                 future.set_exception(error)
         pause = time.perf_counter() - start
         self._pending = future, SaveReport(progress.step, pause, pause, size), start
@@ -144,6 +144,8 @@ class Checkpoints:
         report = dataclasses.replace(report, total_s=time.perf_counter() - start)
         if error is None:
             return [report]
+        if not isinstance(error, dcp.CheckpointException):
+            raise error
         if self.session.rank == 0:
             shutil.rmtree(partial_path(self.folder, report.step), ignore_errors=True)
         return [dataclasses.replace(report, error=_reason(error))]
@@ -246,10 +248,7 @@ class Checkpoints:
         prune(self.folder, keep_last=self.settings.keep_last, keep_every=self.settings.keep_every, protected=protected)
 
 
-def _reason(error: BaseException) -> str:
-    """The first rank's own error out of what DCP raises on all."""
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return repr(error)
-    rank, (cause, _) = min(failures.items())
+def _reason(error: dcp.CheckpointException) -> str:
+    """The first failed rank's own error."""
+    rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {cause!r}"

@@ -124,7 +124,9 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint_and_wandb_goes_on(tmp_pa
 
 def test_resume_from_a_path_that_is_not_there_writes_nothing(tmp_path: Path) -> None:
     """Case D3."""
-    code, output = finish([str(BIN / "python"), str(FAULTY), *TINY, "parallel.pp=1", "resume=/nope"], tmp_path, FAULT="none")
+    code, output = finish(
+        [str(BIN / "python"), str(FAULTY), *TINY, "parallel.pp=1", "resume=/nope"], tmp_path, FAULT="none"
+    )
     assert code == 2
     assert "error: resume=/nope: there is no complete checkpoint" in output
     assert not (tmp_path / "runs" / "default").exists()

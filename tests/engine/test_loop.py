@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from conf.schema import OnBadStep
+from engine.checkpoints import Progress
 from engine.device import this_device
-from engine.loop import NonFiniteError, samples_after, train
+from engine.loop import NonFiniteError, Run, samples_after, train
 from engine.session import Rates
 from engine.step import StepResult
 from parallel.groups import SINGLE
 from parallel.plan import ParallelPlan
 from telemetry.report import StepReport
+from telemetry.timeline import Timeline
 from tests.engine.cases import RandomTokens, tiny_config
 
 
@@ -26,6 +31,7 @@ class SleepingTrainer:
     def __init__(self, *, seconds: float, losses: list[float] | None = None):
         self.seconds, self.losses = seconds, losses
         self.counts: list[int] = []
+        self.seen: list[list[int]] = []  # labels' sums, which tell samples apart
 
     def set_num_micro_batches(self, count: int) -> None:
         self.counts.append(count)
@@ -33,6 +39,7 @@ class SleepingTrainer:
     def train_batch(self, batches: Any, *, lr: float) -> StepResult:
         time.sleep(self.seconds)
         unmasked = sum(int((batch.labels_BS != -100).sum()) for batch in batches)
+        self.seen.append([int(row.sum()) for batch in batches for row in batch.tokens_BS])
         loss = self.losses[len(self.counts) - 1] if self.losses else 1.0
         return StepResult(loss=loss, grad_norm=1.0, skipped=not math.isfinite(loss), unmasked_tokens=unmasked)
 
@@ -41,14 +48,51 @@ def session(config: Any, *, world_size: int) -> Any:
     groups = SimpleNamespace(data=SINGLE, pipeline=SINGLE, tensor=SINGLE)
     streams = SimpleNamespace(seed_step=lambda **named: None)
     plan = ParallelPlan.from_config(config, world_size)
-    return SimpleNamespace(config=config, plan=plan, groups=groups, streams=streams, device=this_device())
+    return SimpleNamespace(
+        config=config, plan=plan, groups=groups, streams=streams, device=this_device(), stop_requested=False,
+        agree=lambda *flags: list(flags), finishes_steps=False,
+    )  # fmt: skip
 
 
-def reports(config: Any, trainer: Any, *, world_size: int = 1) -> list[StepReport]:
+class NoCheckpoints:
+    """One kept checkpoint at most, which `save` would be asked for."""
+
+    def __init__(self, kept: Progress | None = None):
+        self.kept = kept
+        self.loads = 0
+
+    def poll(self) -> list[Any]:
+        return []
+
+    finish = poll
+
+    def must_stop(self, saves: Any) -> bool:
+        return False
+
+    def is_due(self, step: int) -> bool:
+        return False
+
+    def newest(self) -> Path | None:
+        return None if self.kept is None else Path("step-4")
+
+    def newest_first(self) -> list[Path]:
+        return [Path("step-4")]
+
+    def load_newest(self, candidates: list[Path], *, only: bool) -> Progress:
+        assert self.kept is not None
+        self.loads += 1
+        return self.kept
+
+
+def reports(
+    config: Any, trainer: Any, *, world_size: int = 1, checkpoints: Any = None, timeline: Path | None = None
+) -> list[StepReport]:
     dataset: Any = RandomTokens(vocab_size=config.model.vocab_size)
-    rates = Rates(peak=1e12, measured=1e11)
-    run = train(trainer, session(config, world_size=world_size), training=dataset, validation=None, rates=rates)
-    return [report for report in run if isinstance(report, StepReport)]
+    run = Run(
+        trainer, session(config, world_size=world_size), training=dataset, validation=None,
+        rates=Rates(peak=1e12, measured=1e11), checkpoints=checkpoints or NoCheckpoints(), timeline=Timeline(timeline),
+    )  # fmt: skip
+    return [report for report in train(run, Progress()) if isinstance(report, StepReport)]
 
 
 @pytest.mark.parametrize(("world_size", "data"), [(2, 1), (4, 2)])
@@ -85,3 +129,36 @@ def test_a_run_stops_after_bad_steps_in_a_row_and_says_where() -> None:
     losses = [1.0, math.nan, 1.0, math.nan, math.nan, math.nan]
     with pytest.raises(NonFiniteError, match=r"3 steps in a row, up to step 6 .*samples 40 to 47"):
         reports(config, SleepingTrainer(seconds=0, losses=losses))
+
+
+@pytest.mark.parametrize("bad", [math.nan, 100.0], ids=["not finite", "spike"])
+def test_roll_back_passes_over_the_offending_batch(bad: float, tmp_path: Path) -> None:
+    """Step 12 is bad; the checkpoint is of step 10: steps 11 and 12 again, without the samples of step 12."""
+    config = tiny_config(
+        train__train_iters=14, train__on_bad_step=OnBadStep.rollback, train__spike_factor=3.0,
+        train__global_batch_size=2,
+    )  # fmt: skip
+    trainer = SleepingTrainer(seconds=0, losses=[1.0] * 11 + [bad] + [1.0] * 10)
+    checkpoints = NoCheckpoints(Progress(step=10, samples=20, tokens=640))
+    got = reports(config, trainer, checkpoints=checkpoints, timeline=tmp_path / "timeline.jsonl")
+    assert [report.step for report in got] == [*range(1, 13), 11, 12, 13, 14]
+    assert [report.tokens for report in got[-4:]] == [704, 768, 832, 896]
+    dataset = RandomTokens(vocab_size=config.model.vocab_size)
+    of_step = lambda step: [int(dataset.sample(2 * step - 2 + row).tokens[:-1].sum()) for row in range(2)]  # noqa: E731
+    assert trainer.seen == [of_step(step) for step in [*range(1, 13), 11, 13, 14, 15]]
+    events = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["bad step", "rollback"]
+    assert events[0]["samples"] == [22, 24] and events[1]["passed_over"] == [[22, 24]]
+
+
+def test_roll_backs_to_one_checkpoint_end_with_a_message() -> None:
+    config = tiny_config(train__train_iters=9, train__on_bad_step=OnBadStep.rollback, train__max_bad_steps=2)
+    trainer = SleepingTrainer(seconds=0, losses=[1.0] + [math.nan] * 9)
+    with pytest.raises(NonFiniteError, match="rolled back to step 1 3 times"):
+        reports(config, trainer, checkpoints=NoCheckpoints(Progress(step=1, samples=8, tokens=256)))
+
+
+def test_a_bad_step_without_a_checkpoint_is_skipped() -> None:
+    config = tiny_config(train__train_iters=3, train__on_bad_step=OnBadStep.rollback)
+    got = reports(config, SleepingTrainer(seconds=0, losses=[1.0, math.nan, 1.0]))
+    assert [report.step for report in got] == [1, 2, 3]
