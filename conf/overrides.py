@@ -53,6 +53,11 @@ def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]
         return _option_problem(override, options[key])
     if not is_known(key):
         return f"{key} is not a knob{did_you_mean(key, [*options, *names()])}"
+    free = any(key.startswith(f"{knob.key}.") for knob in knobs() if knob.open_below)
+    if override.is_delete() and not free:
+        return f"{text}: a knob cannot be taken away; leave it out for its default, or set it to null where it may be"
+    if override.is_add() and not override.is_force_add() and not free:
+        return f"{text}: {key} is there already; write {text.removeprefix('+')} without the +"
     if override.is_delete() or override.is_sweep_override():
         return None
     return _value_problem(key, override.value(), text)
@@ -67,7 +72,9 @@ def _option_problem(override: Override, offered: Sequence[str]) -> str | None:
     group, value = override.key_or_group, override.value()
     if override.is_add() and override.package is None:
         return f"+{group}: {group} is chosen already; write {group}={override.get_value_string()} without the +"
-    if override.is_delete() or value is None:
+    if override.is_delete():
+        return f"~{group}: a group cannot be taken away; choose one of {', '.join(offered)}"
+    if value is None:
         return None
     chosen = value.list if isinstance(value, Sweep) and hasattr(value, "list") else [value]
     for name in chosen:

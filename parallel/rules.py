@@ -140,12 +140,14 @@ def _precision(config: Config, device: str | None) -> Iterator[str]:
     dtype, accumulate, stage = config.precision.dtype, config.precision.grad_accum_dtype, config.zero.stage
     if dtype is DType.fp16 and device == "cpu":
         yield "precision.dtype=fp16 is not supported on CPU; use precision=bf16 or precision=fp32"
+    if dtype is DType.fp16 and stage == 0:
+        yield "precision.dtype=fp16 needs ZeRO, which keeps its master weights, but zero.stage=0; use zero=stage1"
     if accumulate not in (dtype, DType.fp32):
         yield (
             f"precision.grad_accum_dtype={accumulate.value} does not go with precision.dtype={dtype.value}; "
             f"use {_names(dtype)}"
         )
-    elif stage == 0 and accumulate is not dtype:
+    elif stage == 0 and accumulate is not dtype and dtype is not DType.fp16:
         yield (
             f"precision.dtype={dtype.value} with precision.grad_accum_dtype={accumulate.value} needs ZeRO but "
             f"zero.stage=0; use zero=stage1, or precision.grad_accum_dtype={dtype.value}"

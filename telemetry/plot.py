@@ -13,12 +13,12 @@ def plot_losses(metrics: Path, image: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     for name, label, style in (("train/loss", "train", "-"), ("validation/loss", "validation", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
+        points = {row["step"]: row[name] for row in rows if name in row}  # of a step that was trained twice the later
         if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=4)
+            axes.plot(*zip(*sorted(points.items()), strict=True), style, label=label, linewidth=1.2, markersize=4)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -20,10 +20,15 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """metrics.jsonl: every report as one line, flushed."""
+    """metrics.jsonl: every report as one line, flushed. A run that goes on appends: steps that a killed start trained
+    beyond its last checkpoint come twice, and the later row counts.
+    """
 
     def __init__(self, path: Path):
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self.file = path.open("a")
+        if torn:  # the end of a start that was killed while it wrote
+            self.file.write("\n")
 
     def write(self, report: Report) -> None:
         self.file.write(json.dumps(as_metrics(report)) + "\n")

@@ -91,6 +91,10 @@ CASES = {
         dict(device="cpu", precision__dtype="fp16"),
         "precision.dtype=fp16 is not supported on CPU; use precision=bf16 or precision=fp32",
     ),
+    "fp16 without ZeRO": (
+        dict(device="cuda", zero__stage=0, precision__dtype="fp16"),
+        "precision.dtype=fp16 needs ZeRO, which keeps its master weights, but zero.stage=0; use zero=stage1",
+    ),
     "bf16 without ZeRO": (
         dict(zero__stage=0, precision__dtype="bf16"),
         "precision.dtype=bf16 with precision.grad_accum_dtype=fp32 needs ZeRO but zero.stage=0; "
