@@ -250,6 +250,7 @@ class BenchmarkConfig:
     plans: list[str] = field(
         default_factory=lambda: ["tp1", "dp2", "dp2_zero1", "pp2", "pp2_eager1f1b", "tp2"]
     )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, a schedule
+    checkpoints: bool = True  # measure saving and loading beside torch.save and torch.load, on one rank
     peers: bool = True  # measure each plan beside programs of other packages that split the model the same way
     warmup_steps: int = 2  # optimizer steps of each contender before anything is measured
     steps: int = 2  # measured optimizer steps of a contender in one round

@@ -1,7 +1,7 @@
 """Checkpoints that name no topology: when they are written, which one counts, and what is read back.
 
 A checkpoint (engine/checkpoint_folder.py) is written under another name, flushed to disk and renamed. Memory: a
-synchronous save needs one box beyond what the rank holds (engine/storage.py), an
+synchronous save needs two boxes beyond what the rank holds (engine/storage.py), an
 asynchronous one a host copy of the rank's share too (12 bytes x parameters / ranks under ZeRO), kept from save to save.
 """
 
@@ -49,7 +49,7 @@ from engine.held import (
 )
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, damage, load_boxes, sync_folder
+from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, sync_folder
 from model.huggingface import huggingface_config
 from telemetry.run_folder import git_commit, write_json
 
@@ -177,8 +177,9 @@ class Checkpoints:
 
     def load(self, path: Path) -> Progress:
         """Weights, moments and progress of a checkpoint that any plan wrote. Raises DamagedError, on every rank."""
-        manifest = self._checked(path)
-        load_boxes(path, boxes_to_load(self.trainer, self.session.config.model, self.session.groups))
+        stored = StoredTensors(path)
+        manifest = self._checked(path, stored)
+        stored.load(boxes_to_load(self.trainer, self.session.config.model, self.session.groups))
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
         self.resumed_from = manifest["progress"]["step"]
@@ -189,9 +190,10 @@ class Checkpoints:
     def load_weights(self, folder: Path) -> None:
         """Only the weights, from this format's or transformers' folder; the optimizer starts anew."""
         boxes = boxes_to_load(self.trainer, self.session.config.model, self.session.groups)
-        load_boxes(folder.parent, ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS))
+        weights = ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS)
+        StoredTensors(folder.parent).load(weights)
 
-    def _checked(self, path: Path) -> dict[str, Any]:
+    def _checked(self, path: Path, stored: StoredTensors) -> dict[str, Any]:
         """The manifest, after all ranks together have read every byte."""
         try:
             answer: dict[str, Any] | DamagedError = read_manifest(path)
@@ -207,7 +209,7 @@ class Checkpoints:
                 found = f"{kind}/{INDEX} is missing or not what was written"
         ranks = dist.get_world_size()
         share = [Checksum(**one) for one in manifest["checksums"][self.session.rank :: ranks]]
-        problems = [problem for problem in gather(found or damage(path, share)) if problem is not None]
+        problems = [problem for problem in gather(found or stored.damage(share)) if problem is not None]
         if problems:
             raise DamagedError(f"checkpoint {path} is damaged: {problems[0]}")
         return manifest

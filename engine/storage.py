@@ -3,9 +3,9 @@
 `BoxWriter` is a storage writer for torch.distributed.checkpoint (DCP), which plans, checks that the boxes of all ranks
 tile every tensor exactly, and tells every rank when one fails. DCP's own HuggingFaceStorageWriter does not fit: it
 writes one file of shards a rank, keyed by name, so two boxes of one tensor on a rank collide, a file is held in memory
-twice, and whole tensors need a second pass over all bytes. Here the place of each tensor is known from its shape
-before anything is written, so a rank needs no memory beyond one box and nothing is written twice. Ranks on several
-machines need a shared file system that keeps disjoint writes to one file apart (POSIX; pwrite, no mmap).
+twice, and whole tensors need a second pass over all bytes. Here the place of each tensor is known from its shape before
+anything is written, so a rank needs no memory beyond a box a writing thread and nothing is written twice. Ranks on
+several machines need a shared file system that keeps disjoint writes to one file apart (POSIX; pwrite, no mmap).
 
 Layout of a folder: KIND/model-00001-of-0000N.safetensors and KIND/model.safetensors.index.json, transformers' own.
 """
@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -31,8 +31,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from model.placement import Box
+
 MAX_FILE_BYTES = 4 * 2**30
 INDEX = "model.safetensors.index.json"
+WRITERS = 2  # threads of a rank: one copies while another waits for the disk
 ITEM = 4  # bytes of an fp32 value
 
 
@@ -76,17 +79,25 @@ class BoxWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with ExitStack() as stack:
-            opened: dict[str, int] = {}
-            for item in plan.items:
-                file, begin = plan.storage_data[item.index.fqn]
-                if file not in opened:
-                    opened[file] = os.open(self.folder / file, os.O_WRONLY)
-                    stack.callback(os.close, opened[file])
-                results.append(_write_item(item, planner.resolve_data(item), opened[file], file=file, begin=begin))
-            for descriptor in opened.values():
+        """Write this rank's boxes: a thread a file, so that one is flushed while the next is written."""
+        by_file: dict[str, list[WriteItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(plan.storage_data[item.index.fqn][0], []).append(item)
+
+        def write(file: str) -> list[WriteResult]:
+            descriptor = os.open(self.folder / file, os.O_WRONLY)
+            try:
+                results = []
+                for item in by_file[file]:
+                    begin = plan.storage_data[item.index.fqn][1]
+                    results.append(_write_item(item, planner.resolve_data(item), descriptor, file=file, begin=begin))
                 os.fsync(descriptor)
+                return results
+            finally:
+                os.close(descriptor)
+
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="checkpoint-writer") as pool:
+            results = [result for of_file in pool.map(write, by_file) for result in of_file]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -99,38 +110,47 @@ class BoxWriter(StorageWriter):
         return True
 
 
-def damage(folder: Path, checksums: Iterable[Checksum]) -> str | None:
-    """The first box that cannot be read or is not what was written, in words; None where all are."""
-    files: dict[str, Any] = {}
-    for one in checksums:
-        try:
-            if one.file not in files:
-                files[one.file] = safe_open(folder / one.file, framework="np")
-            values = _slice(files[one.file], one.tensor, one.offsets, one.sizes)
-        except (OSError, SafetensorError) as error:
-            return f"{one.file} cannot be read: {error}"
-        if _digest(values) != one.xxh3_64:
-            return f"{one.file}: the values of {one.tensor} at {list(one.offsets)} are not those that were written"
-    return None
+class StoredTensors:
+    """Reads boxes of a checkpoint's folder, or of any folder of folders of safetensors; each file is mapped once."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
 
-def load_boxes(folder: Path, boxes: Iterable[tuple[str, Any, Tensor]]) -> None:
-    """Fill each (kind, Box, tensor [box.sizes]) from `folder`. Raises ValueError naming a tensor that is not there."""
-    files: dict[str, Any] = {}
-    indices: dict[str, Mapping[str, str]] = {}
-    for kind, box, target in boxes:
-        if kind not in indices:
-            indices[kind] = weight_map(folder / kind)
-        if box.name not in indices[kind]:
-            raise ValueError(f"{folder / kind} has no tensor {box.name}; it holds {len(indices[kind])} others")
-        file = f"{kind}/{indices[kind][box.name]}"
-        if file not in files:
-            files[file] = safe_open(folder / file, framework="pt")
-        stored = tuple(files[file].get_slice(box.name).get_shape())
-        if stored != box.shape:
-            raise ValueError(f"{folder / file}: {box.name} is {stored}, the model needs {box.shape}")
-        with torch.no_grad():
-            target.copy_(_slice(files[file], box.name, box.offsets, box.sizes))
+    def damage(self, checksums: Iterable[Checksum]) -> str | None:
+        """The first box that cannot be read or is not what was written, in words; None where all are."""
+        for one in checksums:
+            try:
+                values = self._box(one.file, one.tensor, one.offsets, one.sizes)
+            except (OSError, SafetensorError) as error:
+                return f"{one.file} cannot be read: {error}"
+            if _digest(values.numpy()) != one.xxh3_64:
+                return f"{one.file}: the values of {one.tensor} at {list(one.offsets)} are not those that were written"
+        return None
+
+    def load(self, boxes: Iterable[tuple[str, Box, Tensor]]) -> None:
+        """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there."""
+        maps: dict[str, Mapping[str, str]] = {}
+        for kind, box, target in boxes:
+            if kind not in maps:
+                maps[kind] = weight_map(self.folder / kind)
+            if box.name not in maps[kind]:
+                raise ValueError(f"{self.folder / kind} has no tensor {box.name}; it holds {len(maps[kind])} others")
+            file = f"{kind}/{maps[kind][box.name]}"
+            stored = tuple(self._opened(file).get_slice(box.name).get_shape())
+            if stored != box.shape:
+                raise ValueError(f"{self.folder / file}: {box.name} is {stored}, the model needs {box.shape}")
+            with torch.no_grad():
+                target.copy_(self._box(file, box.name, box.offsets, box.sizes))
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self.folder / file, framework="pt")  # maps the file: slices are views
+        return self._files[file]
+
+    def _box(self, file: str, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        place = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        return self._opened(file).get_slice(name)[place]
 
 
 def weight_map(folder: Path) -> Mapping[str, str]:
@@ -224,10 +244,6 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
-
-
-def _slice(file: Any, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    return file.get_slice(name)[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
 
 
 def _digest(values: np.ndarray) -> str:

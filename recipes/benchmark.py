@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,6 +33,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.device import this_device
     from engine.failure import refuse
     from engine.measure import Contender, MatmulRate, Measurement, compare
+    from engine.measure_checkpoints import measure_checkpoints
     from engine.session import DTYPES
     from parallel.flops import model_flops_per_token
     from telemetry.run_folder import git_commit, new_run_id, write_json
@@ -57,6 +59,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
         print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
         rate.measure()
 
+    between("the matrix rate of this machine")
     measurements: dict[str, Measurement] = {}
     for ours, peers in groups:
         measurements |= compare(
@@ -79,11 +82,15 @@ def run(config: Config, plan: ParallelPlan) -> int:
     pairs = [ratio for ours, peers in measured for ratio in ratios(ours, peers)]
     if pairs:
         print(f"{ratios_table(pairs)}\n")
+    saving = measure_checkpoints(config, cores=cores, rounds=chosen.rounds) if chosen.checkpoints else None
+    if saving is not None:
+        print(f"{saving.text()}\n")
     path = Path(config.run.dir) / "benchmark" / f"{config.run.id or new_run_id()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     setting = {
         "git_commit": git_commit(), "device": device.name, "cores": cores, "tokens_per_step": tokens,
         "flops_per_token": flops, "matmul_flops_per_s": rate.all, "config": to_plain(config),
+        "checkpoints": None if saving is None else asdict(saving),
     }  # fmt: skip
     write_json(path, record(measured, measurements, **setting))
     print(path)

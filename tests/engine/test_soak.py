@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from engine.checkpoint_folder import list_checkpoints, read_manifest
-from engine.storage import Checksum, damage
+from engine.storage import Checksum, StoredTensors
 from tests.engine.launched import LOCAL, ROOT, events_of, finish, start, steps_of, wait_for
 
 KILLS = int(os.environ.get("SOAK_KILLS", "4"))
@@ -117,7 +117,7 @@ def test_soak(tmp_path: Path) -> None:
     assert list(got) == sorted(got) and set(got) == set(range(1, STEPS + 1))
     left = list_checkpoints(run / "checkpoints")
     for _, path in left:
-        assert damage(path, [Checksum(**one) for one in read_manifest(path)["checksums"]]) is None
+        assert StoredTensors(path).damage(Checksum(**one) for one in read_manifest(path)["checksums"]) is None
     resumes = [event["step"] for event in events_of(run) if event["event"] == "resume"]
     print(
         f"{len(kills)} kills ({kills.count('while saving')} while saving) in {starts} starts of {len(PLANS)} plans, "
