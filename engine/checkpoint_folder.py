@@ -89,6 +89,12 @@ def rename_over(partial: Path, final: Path) -> None:
     shutil.rmtree(old)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """What a killed start was writing or deleting; for the process that holds the run's folder."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path)
+
+
 def prune(folder: Path, *, keep_last: int, keep_every: int, protected: Sequence[int] = ()) -> None:
     """Delete checkpoints but the newest `keep_last` (-1: all), each `keep_every`-th step (0: none) and `protected`."""
     complete = list_checkpoints(folder)

@@ -230,7 +230,8 @@ def _stop(run: Run, progress: Progress) -> None:
 def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:
     for save in saves:
         if save.error is not None:
-            message = f"warning: the checkpoint failed, training goes on: {save.error}"
+            goes_on = "" if run.checkpoints.must_stop([save]) else ", training goes on"
+            message = f"warning: the checkpoint failed{goes_on}: {save.error}"
             run.timeline.add("checkpoint failed", step=save.step, message=message)
             continue
         message = f"checkpoint: {save.bytes / 1e6:,.1f} MB on this rank in {save.total_s:.2f} s, "

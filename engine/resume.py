@@ -11,7 +11,14 @@ from typing import IO, Any
 
 from conf.load import leaves, to_plain
 from conf.schema import Config
-from engine.checkpoint_folder import WEIGHTS, DamagedError, checkpoint_bytes, list_checkpoints, read_manifest
+from engine.checkpoint_folder import (
+    WEIGHTS,
+    DamagedError,
+    checkpoint_bytes,
+    list_checkpoints,
+    read_manifest,
+    remove_leftovers,
+)
 from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
 from engine.session import announce
@@ -53,24 +60,23 @@ def choose_start(config: Config, *, rank: int) -> Start:
     if rank != 0:
         return Start()
     weights_folder(config)
+    _require_room(config)
     if config.resume == "never":
-        start = _fresh(config)
-    elif config.resume == "auto":
-        start = _newest(config)
-    else:
-        start = _at(config, Path(config.resume).expanduser().absolute())
-    _require_room(config, start)
-    return start
+        return _fresh(config)
+    if config.resume == "auto":
+        return _newest(config)
+    return _at(config, Path(config.resume).expanduser().absolute())
 
 
-def _require_room(config: Config, start: Start) -> None:
-    """ValueError where the disk of the run's folder has no room for one checkpoint."""
+def _require_room(config: Config) -> None:
+    """ValueError where the disk that runs are kept on has no room for one checkpoint."""
     need = checkpoint_bytes(parameter_count(config.model))
-    assert start.path is not None
-    free = shutil.disk_usage(start.path).free
+    folder = run_folder_path(config.run, "id")
+    folder = next(parent for parent in folder.parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
     if config.checkpoint.interval > 0 and free < need:
         raise ValueError(
-            f"{start.path} has {size(free)} free but one checkpoint takes {size(need)}; make room, choose another "
+            f"{folder} has {size(free)} free but one checkpoint takes {size(need)}; make room, choose another "
             "run.dir, or train without checkpoints (checkpoint.interval=0)"
         )
 
@@ -128,6 +134,7 @@ def _at(config: Config, path: Path) -> Start:
 def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: bool = False) -> Start:
     changed = _checked(config, candidates)
     opened = lock_run_folder(folder)
+    remove_leftovers(folder / "checkpoints")
     complete, iters = folder / "complete.json", config.train.train_iters
     if complete.exists() and candidates and list_checkpoints(folder / "checkpoints")[-1][0] >= iters:
         return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")

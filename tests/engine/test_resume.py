@@ -46,9 +46,11 @@ def test_auto_takes_the_newest_unfinished_run_of_this_model(tmp_path: Path) -> N
     make_run(tmp_path, "20260104-d", 7, model__num_layers=2)
     make_run(tmp_path, "20260105-e")
     (wanted / "failed.json").write_text("{}")
+    (wanted / "checkpoints" / ".step-00000101.partial").mkdir()
     start = choose_start(config_of(tmp_path), rank=0)
     assert start.path == wanted and steps(start) == [100, 10, 9] and not start.only
     assert not (wanted / "failed.json").exists()
+    assert not list((wanted / "checkpoints").glob(".*"))
 
 
 def test_auto_with_nothing_there_starts_a_new_run_and_says_so(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from engine.storage import Checksum, StoredTensors
 from tests.engine.launched import LOCAL, ROOT, events_of, finish, start, steps_of, wait_for
 
 KILLS = int(os.environ.get("SOAK_KILLS", "4"))
-STEPS = 10 + KILLS
+STEPS = 10 + 6 * KILLS
 PRETRAIN = str(ROOT / "recipes" / "pretrain.py")
 PLANS = [
     (1, ["parallel.tp=1"]),
@@ -73,14 +73,14 @@ def kill_one(process: Any, run: Path, chance: random.Random) -> str | None:
     """Kill one rank of the starting run: while it saves, or after some steps. None where it came to its end first."""
     trained = len(steps_of(run))
     saving = chance.random() < 0.5
-    wanted = trained + chance.randrange(1, 4)
+    wanted = trained + chance.randrange(1, 7)
 
     def reached() -> bool:
         if process.poll() is not None:
             return True
-        if len(steps_of(run)) <= trained:
+        if len(steps_of(run)) < wanted:
             return False
-        return len(steps_of(run)) >= wanted if not saving else any((run / "checkpoints").glob(".step-*.partial"))
+        return not saving or any((run / "checkpoints").glob(".step-*.partial"))
 
     wait_for(reached, seconds=120, what="an instant to kill at")
     time.sleep(chance.random() * (0.02 if saving else 0.3))
@@ -103,10 +103,13 @@ def test_soak(tmp_path: Path) -> None:
     starts = 0
     while not (run / "complete.json").exists():
         ranks, plan = chance.choice(PLANS)
+        began = time.monotonic()
         process = start([str(LOCAL), "-n", str(ranks), PRETRAIN, *COMMON, *plan], folder)
         starts += 1
         killed = kill_one(process, run, chance) if len(kills) < KILLS else None
+        struck = time.monotonic()
         code = process.wait(timeout=120)
+        print(f"{ranks} ranks: struck after {struck - began:.1f} s, ended {time.monotonic() - struck:.1f} s later")
         output = (folder / "output.txt").read_text()
         if killed is not None:
             kills.append(killed)
