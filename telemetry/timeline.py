@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ class Timeline:
         if self.path is None:
             return
         row = {"time": utc_now(), "event": event, "step": step, **details}
-        with self.path.open("a") as file:
-            file.write(json.dumps(row | ({} if message is None else {"message": message}), default=str) + "\n")
         if message is not None:
             print(f"step {step:>6}  {message}", flush=True)
+            row["message"] = message
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row, default=str) + "\n")
+        except OSError as error:  # a full or lost disk ends no training
+            print(f"warning: {self.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)

@@ -84,7 +84,12 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+SLOW_DAMAGE = ("a cut file", "a lost file", "an index of another")
+
+
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_DAMAGE else ()) for name in DAMAGE]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage: str, tmp_path: Path, capfd: Any) -> None:
     config = tiny_config(zero__stage=1)
     run_ranks(2, _save_twice, config, tmp_path)

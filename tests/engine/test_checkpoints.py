@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conf.schema import Config, DType, Family, Schedule
+from engine.held import loss_scale_state, set_loss_scale_state
 from tests.engine.cases import reference_run, tiny_config
-from tests.engine.resumes import go_on, resume_train_save, train_and_save
+from tests.engine.on_ranks import one_step
+from tests.engine.resumes import go_on, open_checkpoints, progress_at, resume_train_save, train_and_save
 from tests.ranks import run_ranks
 
 AFTER = 2  # steps before the checkpoint
@@ -109,8 +112,20 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-@pytest.mark.parametrize("name", SAME)
+FAST = {("tp2 pp2, zero 0", True), ("dp2, zero 3", False), ("dp2 pp2, bf16, zero 1", True)}
+
+
+@pytest.mark.parametrize(
+    ("name", "asynchronous"),
+    [
+        pytest.param(
+            name, asynchronous, id=f"{name}, {'asynchronous' if asynchronous else 'synchronous'}",
+            marks=() if (name, asynchronous) in FAST else pytest.mark.slow,
+        )
+        for name in SAME
+        for asynchronous in (False, True)
+    ],
+)  # fmt: skip
 def test_the_same_plan_goes_on_bitwise(name: str, asynchronous: bool, tmp_path: Path) -> None:
     """And the steps that are trained while an asynchronous save is written do not reach it."""
     ranks, changes = SAME[name]
@@ -134,7 +149,10 @@ def _save_at_two_then_train(config: Config, folder: Path) -> Any:
     return train_and_save(config, folder, 5, at=2)[0]
 
 
-@pytest.mark.parametrize(("first", "second"), [(DType.bf16, DType.fp32), (DType.fp32, DType.bf16)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(DType.bf16, DType.fp32), pytest.param(DType.fp32, DType.bf16, marks=pytest.mark.slow)],
+)
 def test_precision_may_change(first: DType, second: DType, tmp_path: Path) -> None:
     """fp32 master weights and moments are what is saved; what bf16 rounds is bounded as in test_mixes."""
     before = tiny_config(parallel__tp=2, zero__stage=1, precision__dtype=first)
@@ -158,3 +176,46 @@ def test_restart_at_every_scale(tmp_path: Path) -> None:
     for number, (ranks, changes) in enumerate(plans):
         for results in run_ranks(ranks, resume_train_save, tiny_config(**changes), tmp_path, 3):
             compare(results, reference[3 * number : 3 * number + 3])
+
+
+@pytest.mark.parametrize("name", ["dp2, zero 3", *(pytest.param(n, marks=pytest.mark.slow) for n in list(SAME)[:5:2])])
+def test_a_checkpoint_is_loaded_into_a_trainer_that_has_gone_further(name: str, tmp_path: Path) -> None:
+    """What a rollback does: the steps after it are bitwise those of before."""
+    ranks, changes = SAME[name]
+    for first, again in run_ranks(ranks, _roll_back, tiny_config(**changes), tmp_path):
+        assert first == again
+
+
+def _roll_back(config: Config, folder: Path) -> Any:
+    checkpoints, parts = open_checkpoints(config, folder)
+    first = [one_step(*parts, config, step) for step in (1, 2)]
+    checkpoints.save(progress_at(config, 2), wait=True)
+    first = [one_step(*parts, config, step) for step in (3, 4)]
+    progress = checkpoints.load_newest(checkpoints.newest_first(), only=False)
+    return first, [one_step(*parts, config, progress.step + number) for number in (1, 2)]
+
+
+def test_what_loss_scaling_has_learnt_is_kept() -> None:
+    """Case C2, as far as a CPU goes: the scaler's state after an overflow comes back."""
+    from types import SimpleNamespace
+
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    def scaler() -> Any:
+        made = DynamicLossScaler(
+            init_scale=2**16, scale_factor=2, scale_window=4, min_scale=1, delayed_shift=1,
+            consecutive_hysteresis=False, raise_error_at_min_scale=False, dtype=torch.float16,
+        )  # fmt: skip
+        return SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=made)))
+
+    trainer, later = scaler(), scaler()
+    for overflow in (False, False, False, True, False):
+        trainer.engine.optimizer.loss_scaler.update_scale(overflow)
+    state = loss_scale_state(trainer)
+    assert state["cur_scale"] == 2**15 and state["last_overflow_iter"] == 3
+    set_loss_scale_state(later, state)
+    for one in (trainer, later):
+        for _ in range(4):
+            one.engine.optimizer.loss_scaler.update_scale(False)
+    assert loss_scale_state(later) == loss_scale_state(trainer)
+    assert loss_scale_state(later)["cur_scale"] == 2**16

@@ -85,14 +85,20 @@ class NoCheckpoints:
 
 
 def reports(
-    config: Any, trainer: Any, *, world_size: int = 1, checkpoints: Any = None, timeline: Path | None = None
+    config: Any,
+    trainer: Any,
+    *,
+    world_size: int = 1,
+    checkpoints: Any = None,
+    timeline: Path | None = None,
+    start: Progress = Progress(),  # noqa: B008
 ) -> list[StepReport]:
     dataset: Any = RandomTokens(vocab_size=config.model.vocab_size)
     run = Run(
         trainer, session(config, world_size=world_size), training=dataset, validation=None,
         rates=Rates(peak=1e12, measured=1e11), checkpoints=checkpoints or NoCheckpoints(), timeline=Timeline(timeline),
     )  # fmt: skip
-    return [report for report in train(run, Progress()) if isinstance(report, StepReport)]
+    return [report for report in train(run, start) if isinstance(report, StepReport)]
 
 
 @pytest.mark.parametrize(("world_size", "data"), [(2, 1), (4, 2)])
@@ -162,3 +168,22 @@ def test_a_bad_step_without_a_checkpoint_is_skipped() -> None:
     config = tiny_config(train__train_iters=3, train__on_bad_step=OnBadStep.rollback)
     got = reports(config, SleepingTrainer(seconds=0, losses=[1.0, math.nan, 1.0]))
     assert [report.step for report in got] == [1, 2, 3]
+
+
+def rates_of(config: Any, start: Progress = Progress()) -> list[float]:  # noqa: B008
+    return [report.learning_rate for report in reports(config, SleepingTrainer(seconds=0), start=start)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_the_learning_rate_goes_on_where_it_was(micro_batches: int) -> None:
+    """Case C4: one step of the schedule an optimizer step, whatever the accumulation; a resume overlays."""
+    config = tiny_config(
+        train__lr=1e-3, train__lr_warmup=4, train__train_iters=10, train__min_lr_ratio=0.1,
+        train__micro_batch_size=8 // micro_batches,
+    )  # fmt: skip
+    whole = rates_of(config)
+    assert len(whole) == 10
+    assert whole[3] == pytest.approx(1e-3) and whole[9] == pytest.approx(1e-4)
+    assert rates_of(config, Progress(step=5, samples=40, tokens=1280)) == whole[5:]
+    config.train.lr_warmup = 10
+    assert max(rates_of(config)) == pytest.approx(1e-3)
