@@ -60,7 +60,7 @@ RANGES: dict[Range, str] = {
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        checkpoint.interval checkpoint.keep_every
+        checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
     """,
     KEPT: "checkpoint.keep_last",
     FACTOR: "train.spike_factor",

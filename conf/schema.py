@@ -210,6 +210,7 @@ class ClusterConfig:
     memory_per_device: Optional[float] = None  # bytes; null: as found
     peak_flops: Optional[float] = None  # data-sheet FLOP/s of one device in the run's dtype; null: by device name
     timeout_s: float = 1800.0  # longest wait in a collective before the run ends, in seconds
+    hang_timeout_s: float = 600.0  # longest time in which no rank makes progress before the run ends, in s; 0: never
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from conf.schema import Config
+from engine import last_state
 from engine.device import Device
 from engine.pipeline import PipelineTrainer
 from engine.step import Trainer
@@ -23,6 +24,7 @@ def build_trainer(
     num_micro_batches: int,
 ) -> Trainer:
     """Build this rank's part of the model and its engine. Called on all ranks alike."""
+    last_state.now("build_trainer")
     specs = build_layer_specs(
         config.model,
         tensor=groups.tensor,

@@ -22,6 +22,7 @@ import xxhash
 
 from conf.load import fingerprint, to_plain
 from conf.schema import CheckpointConfig, OnSaveError
+from engine import last_state
 from engine.checkpoint_folder import (
     FORMAT,
     KINDS,
@@ -108,6 +109,7 @@ class Checkpoints:
     def save(self, progress: Progress, *, wait: bool = False) -> list[SaveReport]:
         """Save now; returns the saves that ended meanwhile. `wait`: return when it is on disk."""
         reports = self.finish()
+        last_state.now("save")
         start = time.perf_counter()
         pieces = pieces_to_save(self.trainer, self.session.config.model, self.session.groups)
         size = sum(tensor.nbytes for one in pieces.values() for tensor in one.tensors.values())
@@ -139,6 +141,7 @@ class Checkpoints:
         """Wait for the save in flight."""
         if self._pending is None:
             return []
+        last_state.now("wait for the save in flight")
         (future, report, start), self._pending = self._pending, None
         error = future.exception()
         report = dataclasses.replace(report, total_s=time.perf_counter() - start)

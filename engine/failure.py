@@ -32,13 +32,13 @@ class StoppedOnRequest(StopRun):
     """Somebody asked the run to stop; its state is saved."""
 
 
-def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> None:
-    """Write the traceback to the rank's log, and to stderr where this rank is the first to fail."""
+def report_failure(folder: Path | None, error: BaseException, *, rank: int, state: str) -> None:
+    """Write last state and traceback to the rank's log, the traceback to stderr too where this rank fails first."""
     text = "".join(traceback.format_exception(error))
     if folder is None:
         print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
         return
-    (folder / f"rank-{rank}.log").write_text(text)
+    append_to_log(folder, f"{state}\n{text}", rank=rank)
     if is_lost_peer(error):
         time.sleep(1.0)  # the rank that failed first may still be writing its own report
         message = f"a peer of rank {rank} died without a word (killed, or out of memory): see the launcher's lines"
@@ -48,6 +48,11 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int) -> N
     if claim_failure(folder, rank=rank, error=repr(error)):
         message = str(error) if isinstance(error, StopRun) else text.rstrip()
         print(f"rank {rank} failed: {message}", file=sys.stderr, flush=True)
+
+
+def append_to_log(folder: Path, text: str, *, rank: int) -> None:
+    with (folder / f"rank-{rank}.log").open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rank {rank}: {text.rstrip()}\n")
 
 
 def claim_failure(folder: Path, *, rank: int, error: str) -> bool:

@@ -16,6 +16,7 @@ from statistics import median
 from conf.schema import Config, OnBadStep
 from corpus.batches import StepBatches, evaluation_batches
 from corpus.dataset import Dataset, PassedOver, merged_ranges, passed_over_place
+from engine import last_state
 from engine.checkpoints import Checkpoints, Progress, SaveReport
 from engine.failure import StoppedOnRequest, StopRun
 from engine.schedules import learning_rate
@@ -138,6 +139,7 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
     sequence = config.data.sequence_length
     groups, device = session.groups, session.device
     step = progress.step + 1
+    last_state.now("train_batch", step=step)
     start = device.now()
     num_micro_batches = plan.num_micro_batches_at(progress.samples)
     trainer.set_num_micro_batches(num_micro_batches)
@@ -249,6 +251,7 @@ def _evaluates(run: Run) -> bool:
 
 
 def _evaluate(run: Run, progress: Progress) -> EvaluationReport:
+    last_state.now("evaluate", step=progress.step)
     plan, groups = run.session.plan, run.session.groups
     assert run.validation is not None
     batches = None

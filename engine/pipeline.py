@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from conf.schema import Config, DType
 from corpus.batches import Batch
+from engine import last_state
 from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
 from engine.eager_schedule import EagerExchange
@@ -132,6 +133,7 @@ class PipelineTrainer:
         self.exchange: EagerExchange | None = None
         if plan.schedule == "eager1f1b" and groups.pipeline.size > 1:
             self.exchange = EagerExchange(self.engine, groups.pipeline, lines=plan.topology.lines("pipe"))
+        self.engine._INSTRUCTION_MAP = {kind: _noted(kind, run) for kind, run in self.engine._INSTRUCTION_MAP.items()}
         self.owns_norm = plan.zero_stage == 0 and config.precision.dtype is DType.fp32
         if self.owns_norm:
             self.engine.allreduce_gradients = self._sum_gradients
@@ -159,6 +161,7 @@ class PipelineTrainer:
         stream, unmasked = self._stream(batches, count)
         loss = engine.train_batch(data_iter=stream)
         self._finish_sends()
+        last_state.now("end of train_batch")
         norm = engine.get_global_grad_norm()
         return StepResult(
             loss=float(loss), grad_norm=math.nan if norm is None else float(norm),
@@ -198,6 +201,7 @@ class PipelineTrainer:
 
     def _finish_sends(self) -> None:
         if self.exchange is not None:
+            last_state.now("sends to be taken", waits=True)
             self.exchange.finish()
 
     def _sum_gradients(self, bucket_size: int | None = None) -> None:
@@ -228,6 +232,18 @@ class PipelineTrainer:
         unmasked = count_unmasked(batches, data=data, device=self.engine.device)
         scale = loss_scale(unmasked, num_micro_batches=count, data=data)
         return iter([split_batch(batch, scale, with_positions=self.with_positions) for batch in batches]), unmasked
+
+
+def _noted(kind: type, run: Callable[..., None]) -> Callable[..., None]:
+    """The instruction, noted as this rank's last state before it runs."""
+    name = kind.__name__
+    waits = name.startswith(("Send", "Recv", "Reduce", "Commit"))
+
+    def run_noted(engine: Any, **named: Any) -> None:
+        last_state.now(name, waits=waits, **named)
+        run(engine, **named)
+
+    return run_noted
 
 
 def _guarded_model_step(trainer: PipelineTrainer) -> Any:

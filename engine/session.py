@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import Config, DType
+from engine import last_state
 from engine.device import Device, this_device
 from engine.distributed import broadcast, gather, start, stop
 from engine.failure import (
@@ -27,6 +28,7 @@ from engine.failure import (
     leave,
     report_failure,
 )
+from engine.watchdog import Watchdog
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups, open_groups
 from parallel.plan import ParallelPlan
@@ -91,6 +93,9 @@ class Session:
         follow_launcher()
         self.folder = Path(broadcast(str(self.folder)))
         self.folder.mkdir(parents=True, exist_ok=True)  # on a machine that does not share rank 0's disk
+        self.watchdog = Watchdog(
+            self.folder, rank=self.rank, world_size=self.plan.world_size, timeout_s=self.config.cluster.hang_timeout_s
+        )
         self.hosts = gather(socket.gethostname())
         self.groups = open_groups(self.plan)
         self.streams = RandomStreams(
@@ -130,6 +135,7 @@ class Session:
     ) -> None:
         if error is not None:
             self._fail(error)
+        self.watchdog.close()
         stop()
 
     def _fail(self, error: BaseException) -> None:
@@ -143,7 +149,7 @@ class Session:
             if self.folder is not None:
                 claim_failure(self.folder, rank=self.rank, error="terminated" if terminated else "interrupted")
             leave(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED)
-        report_failure(self.folder, error, rank=self.rank)
+        report_failure(self.folder, error, rank=self.rank, state=last_state.describe())
         leave(EXIT_FAILED)
 
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from engine import last_state
 from model.placement import Box
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -89,6 +90,7 @@ class BoxWriter(StorageWriter):
             try:
                 results = []
                 for item in by_file[file]:
+                    last_state.now("write")
                     begin = plan.storage_data[item.index.fqn][1]
                     results.append(_write_item(item, planner.resolve_data(item), descriptor, file=file, begin=begin))
                 os.fsync(descriptor)
@@ -120,6 +122,7 @@ class StoredTensors:
     def damage(self, checksums: Iterable[Checksum]) -> str | None:
         """The first box that cannot be read or is not what was written, in words; None where all are."""
         for one in checksums:
+            last_state.now("check", tensor=one.tensor)
             try:
                 values = self._box(one.file, one.tensor, one.offsets, one.sizes)
             except (OSError, SafetensorError) as error:
@@ -132,6 +135,7 @@ class StoredTensors:
         """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there."""
         maps: dict[str, Mapping[str, str]] = {}
         for kind, box, target in boxes:
+            last_state.now("load", tensor=f"{kind}/{box.name}")
             if kind not in maps:
                 maps[kind] = weight_map(self.folder / kind)
             if box.name not in maps[kind]:

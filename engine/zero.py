@@ -15,6 +15,7 @@ import torch.distributed
 
 from conf.schema import Config
 from corpus.batches import Batch
+from engine import last_state
 from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
 from engine.loss import TokenLoss, count_unmasked, loss_scale
@@ -114,11 +115,15 @@ class ZeroTrainer:
         scale, unmasked = self._scale(batches)
         total = torch.zeros((), device=self.engine.device)
         self.module.train()
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            last_state.now("forward", micro_batch=number)
             loss = self._loss(batch, scale)
+            last_state.now("backward", micro_batch=number)
             self.engine.backward(loss)
+            last_state.now("step", micro_batch=number)
             self.engine.step()
             total += loss.detach()
+        last_state.now("end of train_batch")
         norm = self.engine.get_global_grad_norm()
         return StepResult(
             loss=self._mean(total, len(batches)), grad_norm=math.nan if norm is None else float(norm),
@@ -132,7 +137,11 @@ class ZeroTrainer:
         self.module.eval()
         scale, _ = self._scale(batches)
         with torch.no_grad():
-            total = torch.stack([self._loss(batch, scale) for batch in batches]).sum()
+            losses = []
+            for number, batch in enumerate(batches):
+                last_state.now("evaluate", micro_batch=number)
+                losses.append(self._loss(batch, scale))
+            total = torch.stack(losses).sum()
         self.module.train()
         return self._mean(total, len(batches))
 

@@ -1,5 +1,5 @@
-"""recipes/pretrain.py with one fault: FAULT=raise|exit|kill|slow strikes rank FAULT_RANK (2) before its FAULT_STEP-th
-(third) step, once where FAULT_ONCE names a file that is not there yet. Started by tests.
+"""recipes/pretrain.py with one fault: FAULT=raise|exit|kill|hang|stop|slow strikes rank FAULT_RANK (2) before its
+FAULT_STEP-th (third) step, once where FAULT_ONCE names a file that is not there yet. Started by tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def run(config: Config, plan: ParallelPlan) -> int:
                 raise RuntimeError("the fault that was asked for")
             if os.environ["FAULT"] == "exit":
                 os._exit(3)
-            os.kill(os.getpid(), signal.SIGKILL)
+            if os.environ["FAULT"] == "hang":
+                time.sleep(3600)
+            os.kill(os.getpid(), signal.SIGSTOP if os.environ["FAULT"] == "stop" else signal.SIGKILL)
         return plain(self, *arguments, **named)
 
     PipelineTrainer.train_batch = train_batch  # type: ignore[method-assign]
