@@ -100,6 +100,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")  # its own: an asynchronous save talks while training does
         self.stager = HostCopy(session.device)
         self.resumed_from: int | None = None
+        self.must_stop = False  # a save failed, and that shall end the run
         self._pending: tuple[Future[Any], SaveReport, float] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -151,11 +152,8 @@ class Checkpoints:
             raise error
         if self.session.rank == 0:
             shutil.rmtree(partial_path(self.folder, report.step), ignore_errors=True)
+        self.must_stop |= self.settings.on_error is OnSaveError.stop
         return [dataclasses.replace(report, error=_reason(error))]
-
-    def must_stop(self, reports: Sequence[SaveReport]) -> bool:
-        """Whether a failed save shall end the run."""
-        return self.settings.on_error is OnSaveError.stop and any(report.error is not None for report in reports)
 
     def newest_first(self) -> list[Path]:
         return [path for _, path in reversed(list_checkpoints(self.folder))]

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import median
 
 from conf.schema import Config, OnBadStep
@@ -69,6 +70,12 @@ class Run:
     checkpoints: Checkpoints
     timeline: Timeline
 
+    @cached_property
+    def total_tokens(self) -> int:
+        """Token slots of the whole run, under this plan."""
+        config = self.session.config
+        return samples_after(self.session.plan, config.train.train_iters) * config.data.sequence_length
+
 
 def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
     """Train from `start` to `train.train_iters` steps, yielding a report a step and one an evaluation; on all ranks.
@@ -86,6 +93,8 @@ def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
             break
         progress = _roll_back(run, bad, rollbacks)
     _note_saves(run, run.checkpoints.finish())
+    if run.session.agree(run.checkpoints.must_stop)[0]:
+        raise StopRun("the last checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
     run.session.finishes_steps = False
 
 
@@ -109,12 +118,12 @@ def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | Eva
                 yield _evaluate(run, progress)
             saves = run.checkpoints.poll()
             stop, cannot_save, is_bad = session.agree(
-                session.stop_requested, run.checkpoints.must_stop(saves), _is_bad(report, recent, config)
+                session.stop_requested, run.checkpoints.must_stop, _is_bad(report, recent, config)
             )
             recent.append(report)
             _note_saves(run, saves)
             if cannot_save:
-                raise StopRun("a checkpoint failed (checkpoint.on_error=stop); see the line above")
+                raise StopRun("a checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
             bad_steps = bad_steps + 1 if is_bad else 0
             if is_bad:
                 bad = _BadStep(before, progress, bad_steps, report.loss)
@@ -148,8 +157,7 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
     step_samples = num_micro_batches * plan.micro_batch_size * plan.data_parallel_size
     step_tokens = step_samples * sequence
     tokens = progress.tokens + step_tokens
-    total_tokens = samples_after(plan, config.train.train_iters) * sequence
-    lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=total_tokens)
+    lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=run.total_tokens)
     session.streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
     result = trainer.train_batch(batches, lr=lr)
     step_time = device.now() - start
@@ -232,7 +240,7 @@ def _stop(run: Run, progress: Progress) -> None:
 def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:
     for save in saves:
         if save.error is not None:
-            goes_on = "" if run.checkpoints.must_stop([save]) else ", training goes on"
+            goes_on = "" if run.checkpoints.must_stop else ", training goes on"
             message = f"warning: the checkpoint failed{goes_on}: {save.error}"
             run.timeline.add("checkpoint failed", step=save.step, message=message)
             continue

@@ -87,6 +87,8 @@ def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:
 
 def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[str, Path]) -> str:
     """The last page of a run."""
+    if not outcome.steps:
+        return "\n".join(["", "no step was left to train", "", "files:", *_listed(files)])
     lines = ["", f"train loss       {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"]
     if outcome.validation:
         first, last = outcome.validation[0].loss, outcome.validation[-1].loss
@@ -104,5 +106,8 @@ def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[st
     lines += [f"time             {duration(total)} in {len(outcome.steps)} steps", "", memory]
     if sample is not None:
         lines += ["", "a sample of the model's own text:", *(f"    {line}" for line in sample.splitlines())]
-    lines += ["", "files:", *(f"    {what:<10} {path}" for what, path in files.items())]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "files:", *_listed(files)])
+
+
+def _listed(files: dict[str, Path]) -> list[str]:
+    return [f"    {what:<10} {path}" for what, path in files.items()]

@@ -79,6 +79,7 @@ def open_wandb(
                 run = wandb.init(
                     mode=mode,
                     id=run_id,
+                    resume="allow" if mode == "online" else None,  # offline it has no meaning: sync --append joins
                     dir=str(folder),
                     project=settings.project,
                     entity=settings.entity,

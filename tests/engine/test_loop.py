@@ -57,6 +57,8 @@ def session(config: Any, *, world_size: int) -> Any:
 class NoCheckpoints:
     """One kept checkpoint at most, which `save` would be asked for."""
 
+    must_stop = False
+
     def __init__(self, kept: Progress | None = None):
         self.kept = kept
         self.loads = 0
@@ -65,9 +67,6 @@ class NoCheckpoints:
         return []
 
     finish = poll
-
-    def must_stop(self, saves: Any) -> bool:
-        return False
 
     def is_due(self, step: int) -> bool:
         return False
