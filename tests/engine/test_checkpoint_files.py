@@ -200,3 +200,29 @@ def test_the_index_is_transformers_own(tmp_path: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {"model-00001-of-00001.safetensors"}
     assert index["metadata"]["total_size"] == 4 * (180800 + 2 * 3 * 64)
+
+
+def test_a_save_needs_no_more_memory_than_a_few_boxes(tmp_path: Path) -> None:
+    """79 MB of states; the largest parameter has 6.3 MB. The allowance is for DCP's plans and the threads' stacks."""
+    config = tiny_config(
+        model__vocab_size=6144, model__hidden_size=256, model__num_layers=4, model__num_attention_heads=4,
+        model__ffn_hidden_size=704, checkpoint__asynchronous=False,
+    )  # fmt: skip
+    for grown, held in run_ranks(2, _growth_while_saving, config, tmp_path):
+        largest = 6144 * 256 * 4
+        assert held > 5 * largest
+        assert grown < 2 * largest + 8e6, f"{grown / 1e6:.1f} MB more at the peak of a save"
+
+
+def _growth_while_saving(config: Config, folder: Path) -> tuple[int, int]:
+    checkpoints, _ = open_checkpoints(config, folder)
+    checkpoints.save(progress_at(config, 1), wait=True)  # what is imported and made once
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts at what is held now
+    before = _status("VmHWM")
+    (report,) = checkpoints.save(progress_at(config, 2), wait=True)
+    return _status("VmHWM") - before, report.bytes
+
+
+def _status(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
