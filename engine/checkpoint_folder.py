@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,16 +78,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def rename_over(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, in place of one that a further attempt has left."""
-    if not final.exists():
-        partial.rename(final)
-        return
-    old = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    final.rename(old)
-    partial.rename(final)
-    shutil.rmtree(old)
+def set_aside(folder: Path, *, after: int) -> list[Path]:
+    """Rename checkpoints of later steps: of an attempt that a run has gone back behind, or damaged ones."""
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    later = [path for step, path in list_checkpoints(folder) if step > after]
+    return [path.rename(path.with_name(f"{path.name}.aside-{now}")) for path in later]
 
 
 def remove_leftovers(folder: Path) -> None:

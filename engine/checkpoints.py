@@ -1,8 +1,8 @@
 """Checkpoints that name no topology: when they are written, which one counts, and what is read back.
 
 A checkpoint (engine/checkpoint_folder.py) is written under another name, flushed to disk and renamed. Memory: a
-synchronous save needs two boxes beyond what the rank holds (engine/storage.py), an
-asynchronous one a host copy of the rank's share too (12 bytes x parameters / ranks under ZeRO), kept from save to save.
+synchronous save needs two boxes beyond what the rank holds (engine/storage.py), an asynchronous one a host copy of the
+rank's share too (12 bytes x parameters / ranks under ZeRO), kept from save to save.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 
 from conf.load import fingerprint, to_plain
 from conf.schema import CheckpointConfig, OnSaveError
@@ -26,6 +25,7 @@ from engine import last_state
 from engine.checkpoint_folder import (
     FORMAT,
     KINDS,
+    MANIFEST,
     WEIGHTS,
     DamagedError,
     checkpoint_path,
@@ -33,7 +33,7 @@ from engine.checkpoint_folder import (
     partial_path,
     prune,
     read_manifest,
-    rename_over,
+    set_aside,
     write_manifest,
 )
 from engine.distributed import broadcast, gather
@@ -50,7 +50,7 @@ from engine.held import (
 )
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, sync_folder
+from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest, sync_folder
 from model.huggingface import huggingface_config
 from telemetry.run_folder import git_commit, write_json
 
@@ -169,11 +169,15 @@ class Checkpoints:
         candidates = broadcast(candidates)
         for path in candidates:
             try:
-                return self.load(path)
+                progress = self.load(path)
             except DamagedError as error:
                 if only:
                     raise StopRun(f"{error}; choose another checkpoint or resume=auto") from None
                 announce(f"warning: {error}; trying the checkpoint before it")
+                continue
+            for aside in set_aside(self.folder, after=progress.step) if self.session.rank == 0 else ():
+                announce(f"{aside.name}: set aside, the run goes on from step {progress.step}")
+            return progress
         raise StopRun(f"no checkpoint under {candidates[0].parent} is whole; resume=never starts over")
 
     def load(self, path: Path) -> Progress:
@@ -184,18 +188,24 @@ class Checkpoints:
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
         self.resumed_from = manifest["progress"]["step"]
-        return Progress(
-            **manifest["progress"] | {"passed_over": tuple(map(tuple, manifest["progress"]["passed_over"]))}
-        )
+        if manifest["corpus_fingerprint"] != self.corpus_fingerprint:
+            announce("the corpus is not the checkpoint's: sample numbers go on, in other text")
+        return Progress.from_plain(manifest["progress"])
 
     def load_weights(self, folder: Path) -> None:
-        """Only the weights, from this format's or transformers' folder; the optimizer starts anew."""
+        """Only the weights, from this format's (checked) or transformers' folder; the optimizer starts anew.
+
+        Raises DamagedError, or ValueError where they are not this model's.
+        """
+        stored = StoredTensors(folder.parent)
+        if (folder.parent / MANIFEST).is_file():
+            self._checked(folder.parent, stored, kinds=(folder.name,))
         boxes = boxes_to_load(self.trainer, self.session.config.model, self.session.groups)
         weights = ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS)
-        StoredTensors(folder.parent).load(weights)
+        stored.load(weights)
 
-    def _checked(self, path: Path, stored: StoredTensors) -> dict[str, Any]:
-        """The manifest, after all ranks together have read every byte."""
+    def _checked(self, path: Path, stored: StoredTensors, *, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+        """The manifest, after all ranks together have read every byte of the given folders."""
         try:
             answer: dict[str, Any] | DamagedError = read_manifest(path)
         except DamagedError as error:
@@ -203,14 +213,13 @@ class Checkpoints:
         manifest = broadcast(answer)
         if isinstance(manifest, DamagedError):
             raise manifest
-        found = None
-        for kind, digest in manifest["indices"].items():
-            index = path / kind / INDEX
-            if not index.is_file() or xxhash.xxh3_64_hexdigest(index.read_bytes()) != digest:
-                found = f"{kind}/{INDEX} is missing or not what was written"
-        ranks = dist.get_world_size()
-        share = [Checksum(**one) for one in manifest["checksums"][self.session.rank :: ranks]]
-        problems = [problem for problem in gather(found or stored.damage(share)) if problem is not None]
+        if path.name != checkpoint_path(self.folder, manifest["progress"]["step"]).name:
+            raise DamagedError(f"checkpoint {path} has another name than its step {manifest['progress']['step']}")
+        rank, ranks = self.session.rank, dist.get_world_size()
+        wanted = tuple(f"{kind}/" for kind in kinds)
+        share = [Checksum(**one) for one in manifest["checksums"][rank::ranks] if one["file"].startswith(wanted)]
+        heads = {file: head for file, head in list(manifest["heads"].items())[rank::ranks] if file.startswith(wanted)}
+        problems = [problem for problem in gather(stored.damage(share, heads=heads)) if problem is not None]
         if problems:
             raise DamagedError(f"checkpoint {path} is damaged: {problems[0]}")
         return manifest
@@ -235,17 +244,17 @@ class Checkpoints:
     def _complete(self, partial: Path, meta: dict[str, Any], checksums: list[Checksum]) -> None:
         """On rank 0, when every rank's bytes are on disk: manifest, final name, pruning."""
         write_json(partial / WEIGHTS / "config.json", huggingface_config(self.session.config.model))
-        indices = {kind: xxhash.xxh3_64_hexdigest((partial / kind / INDEX).read_bytes()) for kind in KINDS}
         files = {one.file: (partial / one.file).stat().st_size for one in checksums}
+        others = [f"{WEIGHTS}/config.json", *(f"{kind}/{INDEX}" for kind in KINDS)]
         manifest = meta | {
             "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "files": files,
-            "indices": indices,
+            "heads": {file: head_digest(partial / file) for file in [*files, *others]},
             "checksums": [dataclasses.asdict(one) for one in checksums],
         }
         write_manifest(partial, manifest)
         sync_folder(partial)
-        rename_over(partial, checkpoint_path(self.folder, meta["progress"]["step"]))
+        partial.rename(checkpoint_path(self.folder, meta["progress"]["step"]))
         sync_folder(self.folder)
         protected = [] if self.resumed_from is None else [self.resumed_from]
         prune(self.folder, keep_last=self.settings.keep_last, keep_every=self.settings.keep_every, protected=protected)

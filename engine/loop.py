@@ -109,10 +109,8 @@ def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | Eva
     ) as stream:
         while progress.step < config.train.train_iters:
             report = _train_step(run, progress, stream, recent)
-            before, progress = (
-                progress,
-                replace(progress, step=report.step, samples=report.samples, tokens=report.tokens),
-            )
+            before = progress
+            progress = replace(progress, step=report.step, samples=report.samples, tokens=report.tokens)
             yield report
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
                 yield _evaluate(run, progress)
@@ -126,7 +124,7 @@ def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | Eva
                 raise StopRun("a checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
             bad_steps = bad_steps + 1 if is_bad else 0
             if is_bad:
-                bad = _BadStep(before, progress, bad_steps, report.loss)
+                bad = _BadStep(before, progress, report.loss)
                 _note_bad(run, bad)
                 if config.train.on_bad_step is OnBadStep.rollback and run.checkpoints.newest() is not None:
                     return bad
@@ -189,7 +187,6 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
 class _BadStep:
     before: Progress
     after: Progress
-    in_a_row: int
     loss: float
 
 

@@ -21,6 +21,7 @@ from engine.checkpoint_folder import (
 )
 from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
+from engine.failure import StopRun
 from engine.session import announce
 from engine.storage import weight_map
 from parallel.sizes import parameter_count
@@ -65,7 +66,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
         return _fresh(config)
     if config.resume == "auto":
         return _newest(config)
-    return _at(config, Path(config.resume).expanduser().absolute())
+    return _at(config, Path(config.resume).expanduser().resolve())
 
 
 def _require_room(config: Config) -> None:
@@ -101,17 +102,19 @@ def weights_folder(config: Config) -> Path | None:
 
 
 def _newest(config: Config) -> Start:
-    """The run that run.id names, else the newest of the experiment that is unfinished, unused and of this model."""
+    """The run that run.id names, else the one of the experiment that is unfinished, unused, of this model, and has the
+    newest checkpoint.
+    """
     run = config.run
     if run.id is not None:
         folder = run_folder_path(run, run.id)
         return _reopened(config, folder, _newest_first(folder)) if folder.is_dir() else _fresh(config)
-    for folder in sorted(run_folder_path(run, ".").glob("*/checkpoints"), reverse=True):
-        candidates = _newest_first(folder.parent)
-        finished = (folder.parent / "complete.json").exists()
-        if candidates and not finished and not _differences(config, candidates):
+    found = [_newest_first(folder.parent) for folder in run_folder_path(run, ".").glob("*/checkpoints")]
+    for candidates in sorted(filter(None, found), key=lambda paths: paths[0].stat().st_mtime, reverse=True):
+        folder = candidates[0].parents[1]
+        if not (folder / "complete.json").exists() and _is_same_kind(config, candidates):
             with suppress(InUseError):
-                return _reopened(config, folder.parent, candidates)
+                return _reopened(config, folder, candidates)
     note = f"resume=auto: no unfinished run of experiment {run.experiment} with this model; starting a new one"
     return _fresh(config, note=note)
 
@@ -124,9 +127,9 @@ def _at(config: Config, path: Path) -> Start:
         raise ValueError(
             f"resume={config.resume}: there is no complete checkpoint; name a folder step-N or a run's folder"
         )
-    own = config.run.id is not None and candidates[0].parents[1] == run_folder_path(config.run, config.run.id)
-    if own:
-        return _reopened(config, candidates[0].parents[1], candidates, only=only)
+    own = None if config.run.id is None else run_folder_path(config.run, config.run.id)
+    if own is not None and candidates[0].parents[1] == own.resolve():
+        return _reopened(config, own, candidates, only=only)
     changed = _checked(config, candidates)
     return _fresh(config, candidates=candidates, only=only, changed=changed)
 
@@ -140,7 +143,8 @@ def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: boo
         return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")
     complete.unlink(missing_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
-    return Start(opened.path, opened.lock, candidates, only=only, changed=changed)
+    note = "" if candidates else f"run {folder.name} has no checkpoint yet: it starts at step 0"
+    return Start(opened.path, opened.lock, candidates, only=only, changed=changed, note=note)
 
 
 def _newest_first(folder: Path, *, name: str = "checkpoints") -> list[Path]:
@@ -156,9 +160,18 @@ def _checked(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any
     saved = _saved_config(candidates)
     if saved is None:
         return []
-    theirs = {key: value for key, value in _flat(saved) if key.split(".")[0] not in ASIDE}
-    ours = {key: value for key, value in _flat(to_plain(config)) if key.split(".")[0] not in ASIDE}
+    theirs, ours = (
+        {key: value for key, value in leaves(plain) if key.split(".")[0] not in ASIDE}
+        for plain in (saved, to_plain(config))
+    )
     return [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]
+
+
+def _is_same_kind(config: Config, candidates: list[Path]) -> bool:
+    """Whether a run of these checkpoints is what this command would have started: same model, same first weights."""
+    saved = _saved_config(candidates)
+    same_weights = saved is None or saved.get("initialize_from") == config.initialize_from
+    return same_weights and not _differences(config, candidates)
 
 
 def _differences(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any]]:
@@ -181,10 +194,6 @@ def _saved_config(candidates: list[Path]) -> dict[str, Any] | None:
     return None
 
 
-def _flat(plain: dict[str, Any]) -> list[tuple[str, Any]]:
-    return list(leaves(plain))
-
-
 def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progress:
     """Load what `start` says into the trainer, on all ranks alike, and say so."""
     if start.note:
@@ -198,7 +207,10 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
         return progress
     weights = weights_folder(checkpoints.session.config)
     if weights is not None:
-        checkpoints.load_weights(weights)
+        try:
+            checkpoints.load_weights(weights)
+        except ValueError as error:  # DamagedError too
+            raise StopRun(f"initialize_from: {error}") from None
         message = f"weights from {weights}; optimizer and step counter start anew"
         timeline.add("weights", step=0, message=message)
     return Progress()

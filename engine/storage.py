@@ -119,8 +119,12 @@ class StoredTensors:
         self.folder = folder
         self._files: dict[str, Any] = {}
 
-    def damage(self, checksums: Iterable[Checksum]) -> str | None:
-        """The first box that cannot be read or is not what was written, in words; None where all are."""
+    def damage(self, checksums: Iterable[Checksum], *, heads: Mapping[str, str]) -> str | None:
+        """The first box, or head of a file, that cannot be read or is not what was written, in words; None: all are."""
+        for file, digest in heads.items():
+            path = self.folder / file
+            if not path.is_file() or head_digest(path) != digest:
+                return f"{file} is missing, or does not begin as it was written"
         for one in checksums:
             last_state.now("check", tensor=one.tensor)
             try:
@@ -168,6 +172,15 @@ def weight_map(folder: Path) -> Mapping[str, str]:
     if not found:
         raise ValueError(f"{folder} holds no .safetensors file")
     return found
+
+
+def head_digest(path: Path) -> str:
+    """xxh3_64 of what comes before the values of a safetensors file; of any other file whole."""
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            length = file.read(8)
+            return xxhash.xxh3_64_hexdigest(length + file.read(min(int.from_bytes(length, "little"), 2**30)))
+        return xxhash.xxh3_64_hexdigest(file.read())
 
 
 def sync_folder(folder: Path) -> None:

@@ -69,9 +69,9 @@ def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     assert {"git_commit", "corpus_fingerprint", "config_fingerprint", "random_state", "loss_scale"} <= manifest.keys()
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int = -5) -> None:
     data = bytearray(path.read_bytes())
-    data[-5] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
@@ -80,11 +80,14 @@ DAMAGE = {
     "a cut file": lambda folder: (folder / "weights" / "model-00001-of-00001.safetensors").write_bytes(b"1234"),
     "a lost file": lambda folder: (folder / "exp_avg_sq" / "model-00001-of-00001.safetensors").unlink(),
     "an index of another": lambda folder: (folder / "weights" / "model.safetensors.index.json").write_text("{}"),
+    "an edited config": lambda folder: (folder / "weights" / "config.json").write_text("{}"),
+    "a header's bit": lambda folder: flip(folder / "weights" / "model-00001-of-00001.safetensors", at=30),
+    "another name": lambda folder: folder.rename(folder.with_name("step-0000003" + folder.name[-1])),
     "a torn manifest": lambda folder: (folder / "manifest.json").write_text('{"format"'),
 }
 
 
-SLOW_DAMAGE = ("a cut file", "a lost file", "an index of another")
+SLOW_DAMAGE = ("a cut file", "a lost file", "an index of another", "an edited config", "a header's bit")
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(damage: str
     run_ranks(2, _save_twice, config, tmp_path)
     (_, first), (_, second) = list_checkpoints(tmp_path / "checkpoints")
     DAMAGE[damage](second)
+    second = second if damage == "a torn manifest" else list_checkpoints(tmp_path / "checkpoints")[-1][1]
     for results in run_ranks(2, go_on, config, tmp_path, 1):
         assert results[0].loss == pytest.approx(reference_run(config, steps=2)[1][0], rel=1e-5)
     said = capfd.readouterr().out
     assert "warning: " in said and str(second) in said
+    aside = list((tmp_path / "checkpoints").glob("*.aside-*"))
+    assert len(aside) == 1
+    aside[0].rename(second)
     for message in run_ranks(2, _load_only, config, tmp_path, second):
         assert str(second) in message and "choose another checkpoint" in message
     DAMAGE[damage](first)
@@ -179,9 +186,13 @@ def _start_from(config: Config, folder: Path, weights: Path) -> Any:
     return [one_step(*parts, config, step) for step in (1, 2)]
 
 
-def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_damaged_or_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     run_ranks(2, train_and_save, tiny_config(parallel__pp=2), tmp_path, 1)
     weights = tmp_path / "checkpoints" / "step-00000001" / "weights"
+    flip(weights / "model-00001-of-00001.safetensors")
+    for message in run_ranks(2, _refused, tiny_config(parallel__pp=2), tmp_path, weights):
+        assert "is damaged: weights/model-00001-of-00001.safetensors" in message
+    flip(weights / "model-00001-of-00001.safetensors")
     for message in run_ranks(2, _refused, tiny_config(parallel__pp=2, model__ffn_hidden_size=96), tmp_path, weights):
         assert "mlp.gate_proj.weight is (128, 64), the model needs (96, 64)" in message
 

@@ -15,7 +15,7 @@ from engine.checkpoint_folder import (
     list_checkpoints,
     prune,
     read_manifest,
-    rename_over,
+    set_aside,
     write_manifest,
 )
 
@@ -52,13 +52,11 @@ def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int, protected
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced_whole(tmp_path: Path) -> None:
-    make(tmp_path, 5)
-    make(tmp_path / "new", 5)
-    (tmp_path / "new" / "step-00000005" / "mark").touch()
-    rename_over(tmp_path / "new" / "step-00000005", tmp_path / "step-00000005")
-    assert (tmp_path / "step-00000005" / "mark").exists() and steps(tmp_path) == [5]
-    assert {path.name for path in tmp_path.iterdir()} == {"new", "step-00000005"}
+def test_what_a_run_went_back_behind_is_set_aside_and_kept(tmp_path: Path) -> None:
+    make(tmp_path, 5, 6, 7)
+    assert len(set_aside(tmp_path, after=5)) == 2
+    assert steps(tmp_path) == [5]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "digit", "gone", "format"])

@@ -60,7 +60,7 @@ def test_auto_with_nothing_there_starts_a_new_run_and_says_so(tmp_path: Path) ->
 
 
 def test_a_run_in_use_is_refused_by_name_and_auto_takes_another(tmp_path: Path) -> None:
-    older, newer = make_run(tmp_path, "a", 5), make_run(tmp_path, "b", 6)
+    older, newer = make_run(tmp_path, "z", 5), make_run(tmp_path, "b", 6)
     first = choose_start(config_of(tmp_path), rank=0)
     assert first.path == newer
     with pytest.raises(ValueError, match=rf"b is in use by run b, process {os.getpid()} on "):
