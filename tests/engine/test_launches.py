@@ -1,4 +1,4 @@
-"""Whole runs through the launchers: late ranks, two launches at once, odd corpora; cases E2, E4, F1, F4."""
+"""Whole runs through the launchers: late ranks, two launches at once, odd corpora; cases E2, E4, F1, F4, F8."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ def test_two_launches_at_once_both_finish(tmp_path: Path) -> None:
     for name, process in zip(("one", "two"), processes, strict=True):
         assert process.wait(timeout=180) == 0, (tmp_path / name / "output.txt").read_text()
         assert steps_of(tmp_path / name / "runs" / "default" / "r") == [1, 2, 3]
+
+
+def test_a_stale_lock_of_an_op_build_holds_nothing_up(tmp_path: Path) -> None:
+    """Case F8: a killed build of DeepSpeed's CPU collectives left its lock; that op is not built here at all."""
+    (tmp_path / "extensions" / "deepspeed_shm_comm").mkdir(parents=True)
+    (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    code, output = finish([str(LOCAL), "-n", "2", PRETRAIN, *SHORT], tmp_path, timeout=90, **environ)
+    assert code == 0, output
 
 
 @pytest.mark.parametrize("streaming", [False, True])
