@@ -128,7 +128,12 @@ class Session:
             return
         for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(one, signal.SIG_IGN)  # once is enough: closing the records takes a moment
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if number == signal.SIGUSR1 and not self.finishes_steps:
+            print(f"rank {self.rank}: SIGUSR1 while nothing trains: nothing to save, the run ends", flush=True)
+            raise Terminated(EXIT_REQUEUE)
+        raise Terminated(EXIT_TERMINATED)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,10 +150,10 @@ class Session:
             dist.barrier(group=self.control)  # a launcher kills the other ranks when the first one leaves
             leave(EXIT_REQUEUE)
         if isinstance(error, KeyboardInterrupt):
-            terminated = isinstance(error, Terminated)
+            word, code = ("terminated", error.code) if isinstance(error, Terminated) else _INTERRUPTED
             if self.folder is not None:
-                claim_failure(self.folder, rank=self.rank, error="terminated" if terminated else "interrupted")
-            leave(EXIT_TERMINATED if terminated else EXIT_INTERRUPTED)
+                claim_failure(self.folder, rank=self.rank, error=word)
+            leave(code)
         report_failure(self.folder, error, rank=self.rank, state=last_state.describe())
         leave(EXIT_FAILED)
 
@@ -160,4 +165,10 @@ def announce(text: str) -> None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: a launcher ends the ranks of a run in which one has failed."""
+    """SIGTERM or SIGUSR1 ends this rank at once; code: what to leave with."""
+
+    def __init__(self, code: int):
+        self.code = code
+
+
+_INTERRUPTED = ("interrupted", EXIT_INTERRUPTED)
