@@ -51,18 +51,24 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int, stat
 
 
 def append_to_log(folder: Path, text: str, *, rank: int) -> None:
-    with (folder / f"rank-{rank}.log").open("a") as log:
-        log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rank {rank}: {text.rstrip()}\n")
+    """A full or lost disk must not hide why a run failed: then it is said on the console only."""
+    try:
+        with (folder / f"rank-{rank}.log").open("a") as log:
+            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rank {rank}: {text.rstrip()}\n")
+    except OSError as error:
+        print(f"rank {rank}: its log cannot be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def claim_failure(folder: Path, *, rank: int, error: str) -> bool:
-    """Write failed.json unless another rank did: whether this rank is the first."""
+    """Write failed.json unless another rank did: whether this rank is the first, as far as the disk can tell."""
     record = {"rank": rank, "error": error, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     try:
         with (folder / "failed.json").open("x") as claim:
             claim.write(json.dumps(record) + "\n")
     except FileExistsError:
         return False
+    except OSError:
+        return True
     return True
 
 

@@ -88,17 +88,15 @@ def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
     progress, rollbacks = start, Counter[int]()
     run.session.finishes_steps = True
     while progress.step < run.session.config.train.train_iters:
-        bad = yield from _train_until_bad(run, progress)
-        if bad is None:
-            break
-        progress = _roll_back(run, bad, rollbacks)
-    _note_saves(run, run.checkpoints.finish())
-    if run.session.agree(run.checkpoints.must_stop)[0]:
-        raise StopRun("the last checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
+        reached = yield from _train_until_bad(run, progress)
+        progress = _roll_back(run, reached, rollbacks) if isinstance(reached, _BadStep) else reached
+    _finish_saves(run, progress)
     run.session.finishes_steps = False
 
 
-def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | EvaluationReport, None, _BadStep | None]:
+def _train_until_bad(
+    run: Run, progress: Progress
+) -> Generator[StepReport | EvaluationReport, None, Progress | _BadStep]:
     """Steps to the end, or to one that is to be rolled back."""
     session, config, plan = run.session, run.session.config, run.session.plan
     recent: deque[StepReport] = deque(maxlen=50)
@@ -138,7 +136,7 @@ def _train_until_bad(run: Run, progress: Progress) -> Generator[StepReport | Eva
                 _stop(run, progress)
             if run.checkpoints.is_due(progress.step):
                 _note_saves(run, run.checkpoints.save(progress))
-    return None
+    return progress
 
 
 def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Sequence[StepReport]) -> StepReport:
@@ -232,6 +230,20 @@ def _stop(run: Run, progress: Progress) -> None:
     raise StoppedOnRequest(
         f"stopped on request after step {progress.step}, checkpoint saved; the same command with resume=auto goes on"
     )
+
+
+def _finish_saves(run: Run, progress: Progress) -> None:
+    """Wait for the save in flight. No run is complete without its last checkpoint: StopRun where that failed twice."""
+    saves = run.checkpoints.finish()
+    _note_saves(run, saves)
+    if run.session.agree(any(save.error is not None for save in saves))[0]:
+        saves = run.checkpoints.save(progress, wait=True)
+        _note_saves(run, saves)
+        if saves[-1].error is not None:
+            raise StopRun(
+                f"all steps are trained, but the last checkpoint failed: {saves[-1].error}; when that is mended, the "
+                "same command with resume=auto trains from the checkpoint before it"
+            )
 
 
 def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:

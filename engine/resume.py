@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,13 +25,15 @@ from engine.distributed import broadcast
 from engine.failure import StopRun
 from engine.session import announce
 from engine.storage import weight_map
+from model.huggingface import differences_from
 from parallel.sizes import parameter_count
-from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path
+from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path, write_json
 from telemetry.tables import size
 from telemetry.timeline import Timeline
 
 # How a model is trained, not what it is: these may change between checkpoint and resume.
 FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
+ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 ASIDE = ("model", "run", "telemetry", "benchmark", "checkpoint", "resume", "initialize_from")
 
 
@@ -95,9 +98,14 @@ def weights_folder(config: Config) -> Path | None:
     given = Path(config.initialize_from).expanduser().absolute()
     folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
     try:
-        weight_map(folder)
+        names = weight_map(folder)
+        about = folder / "config.json"
+        theirs = json.loads(about.read_text()) if about.exists() else {}
     except (ValueError, OSError) as error:
         raise ValueError(f"initialize_from={config.initialize_from}: {error}") from None
+    differences = differences_from(names, theirs, config.model)
+    if differences:
+        raise ValueError(f"initialize_from={config.initialize_from} is another model: {'; '.join(differences)}")
     return folder
 
 
@@ -108,7 +116,9 @@ def _newest(config: Config) -> Start:
     run = config.run
     if run.id is not None:
         folder = run_folder_path(run, run.id)
-        return _reopened(config, folder, _newest_first(folder)) if folder.is_dir() else _fresh(config)
+        if not folder.is_dir():
+            return _fresh(config)
+        return _reopened(config, folder, _newest_first(folder) or _origin(folder))
     found = [_newest_first(folder.parent) for folder in run_folder_path(run, ".").glob("*/checkpoints")]
     for candidates in sorted(filter(None, found), key=lambda paths: paths[0].stat().st_mtime, reverse=True):
         folder = candidates[0].parents[1]
@@ -121,8 +131,8 @@ def _newest(config: Config) -> Start:
 
 def _at(config: Config, path: Path) -> Start:
     """A checkpoint that the user named, or the newest of a run: in its own run where run.id says so, or a new one."""
-    only = path in [folder for _, folder in list_checkpoints(path.parent)]
-    candidates = [path] if only else _newest_first(path) or _newest_first(path.parent, name=path.name)
+    candidates = _named(path)
+    only = candidates == [path]
     if not candidates:
         raise ValueError(
             f"resume={config.resume}: there is no complete checkpoint; name a folder step-N or a run's folder"
@@ -131,7 +141,24 @@ def _at(config: Config, path: Path) -> Start:
     if own is not None and candidates[0].parents[1] == own.resolve():
         return _reopened(config, own, candidates, only=only)
     changed = _checked(config, candidates)
-    return _fresh(config, candidates=candidates, only=only, changed=changed)
+    start = _fresh(config, candidates=candidates, only=only, changed=changed)
+    assert start.path is not None
+    write_json(start.path / ORIGIN, {"resume": str(path)})
+    return start
+
+
+def _origin(folder: Path) -> list[Path]:
+    """Where a run that has no checkpoint of its own yet was started from."""
+    if not (folder / ORIGIN).exists():
+        return []
+    return _named(Path(json.loads((folder / ORIGIN).read_text())["resume"]))
+
+
+def _named(path: Path) -> list[Path]:
+    """The checkpoints that a path means: one, or those of a run's folder or its checkpoints folder, newest first."""
+    if path in [folder for _, folder in list_checkpoints(path.parent)]:
+        return [path]
+    return _newest_first(path) or _newest_first(path.parent, name=path.name)
 
 
 def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: bool = False) -> Start:
@@ -139,7 +166,8 @@ def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: boo
     opened = lock_run_folder(folder)
     remove_leftovers(folder / "checkpoints")
     complete, iters = folder / "complete.json", config.train.train_iters
-    if complete.exists() and candidates and list_checkpoints(folder / "checkpoints")[-1][0] >= iters:
+    trained = [step for step, _ in list_checkpoints(folder / "checkpoints")]
+    if complete.exists() and trained and trained[-1] >= iters:
         return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")
     complete.unlink(missing_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)

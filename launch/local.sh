@@ -55,7 +55,18 @@ ask() { # a module of this repository, by name
 }
 
 added=()
-[[ " $*" == *" resume="* ]] || set -- "$@" resume=auto
+resume=""
+run_id=""
+for argument in "$@"; do
+    case $argument in
+        resume=*) resume=$argument ;;
+        run.id=*) run_id=$argument ;;
+    esac
+done
+[[ -n $resume ]] || set -- "$@" resume=auto
+if [[ $restarts -gt 0 && -n $resume && $resume != resume=auto && -z $run_id ]]; then
+    set -- "$@" "run.id=$(ask -c 'from telemetry.run_folder import new_run_id; print(new_run_id())')" # to find it again
+fi
 if [[ -z $ranks ]]; then
     line=$(ask -m conf.ranks "$@") # a bad configuration ends here, with its problems and code 2
     read -r -a answer <<<"$line"
@@ -177,6 +188,7 @@ while true; do
     [[ $attempt -lt $restarts ]] || break
     attempt=$((attempt + 1))
     echo "launch/local.sh: exit code $code; restart $attempt of $restarts" >&2
+    set -- "${@/#resume=*/resume=auto}"
 done
 rm -f "$marker"
 exit "$code"

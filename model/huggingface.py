@@ -114,6 +114,36 @@ def huggingface_config(model: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# What config.json says without changing what a forward pass computes.
+_ASIDE = (
+    *("architectures", "dtype", "bos_token_id", "eos_token_id"),
+    *("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"),
+)
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # older transformers saved these too
+
+
+def differences_from(names: Iterable[str], config: Mapping[str, Any], model: ModelConfig) -> list[str]:
+    """Why a folder of weights with these tensor names and this config.json (may be empty) is not this model."""
+    differences = []
+    for key, ours in huggingface_config(model).items():
+        theirs = config.get(key)
+        if key == "rope_parameters" and theirs is None and "rope_theta" in config:  # transformers before 5
+            key, ours, theirs = "rope_theta", model.rope_theta, config["rope_theta"]
+        if key not in _ASIDE and theirs is not None and theirs != ours:
+            differences.append(f"{key} is {theirs} there and {ours} here")
+    names = {name for name in names if not name.endswith(_BUFFERS)}
+    wanted = {place.name for place in stored_tensors(model).values()}
+    if missing := sorted(wanted - names):
+        differences.append(f"it has no tensor {missing[0]}" + _and_more(missing))
+    if extra := sorted(names - wanted - ({"lm_head.weight"} if model.tie_word_embeddings else set())):
+        differences.append(f"this model has no tensor {extra[0]}" + _and_more(extra))
+    return differences
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
 def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Canonical whole tensors -> a transformers state dict, `lm_head.weight` included when tied.
 

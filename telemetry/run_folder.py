@@ -65,14 +65,14 @@ def run_folder_path(run: RunConfig, run_id: str) -> Path:
 
 def lock_run_folder(folder: Path) -> RunFolder:
     """InUseError, with the identity of the run that holds it, where the folder is in use."""
-    lock = (folder / "run.lock").open("a+")
+    lock = os.fdopen(os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT, 0o644), "r+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InUseError(f"{folder} is in use by {whose(folder)}; wait for it or choose another run.id") from None
-    lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {utc_now()}")
     lock.flush()
+    lock.truncate()
     return RunFolder(folder, lock)
 
 

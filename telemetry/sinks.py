@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,20 +26,28 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path):
+        self.path = path
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-        self.file = path.open("a")
-        if torn:  # the end of a start that was killed while it wrote
-            self.file.write("\n")
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.pending = b"\n" if torn else b""  # after a start that was killed while it wrote; what a full disk refused
+        self.warned = False
 
     def write(self, report: Report) -> None:
-        self.file.write(json.dumps(as_metrics(report)) + "\n")
-        self.file.flush()
+        self.pending += (json.dumps(as_metrics(report)) + "\n").encode()
+        try:
+            while self.pending:
+                self.pending = self.pending[os.write(self.file, self.pending) :]
+        except OSError as error:
+            if not self.warned:
+                kept = "rows are kept until it can"
+                print(f"warning: {self.path} cannot be written, {kept}: {error.strerror}", file=sys.stderr, flush=True)
+            self.warned = True
 
     def write_image(self, name: str, path: Path) -> None:
         """Images are files of their own."""
 
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
-        self.file.close()
+        os.close(self.file)
 
 
 class ConsoleSink:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conf.load import to_plain
@@ -139,6 +140,30 @@ def test_weights_that_are_not_there_are_refused(tmp_path: Path) -> None:
     config.initialize_from = str(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"initialize_from=.*holds no \.safetensors file"):
         choose_start(config, rank=0)
+
+
+def test_weights_of_another_model_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"model.norm.weight": np.ones(64, np.float32)}, tmp_path / "model.safetensors")
+    config = config_of(tmp_path / "runs")
+    config.initialize_from = str(tmp_path)
+    with pytest.raises(ValueError, match=r"is another model: it has no tensor lm_head\.weight \(and \d+ more\)"):
+        choose_start(config, rank=0)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_was_started_from_a_path_goes_on_from_there(tmp_path: Path) -> None:
+    """Restarted before its first own checkpoint: resume=auto with its id knows where it came from."""
+    origin = make_run(tmp_path, "a", 5)
+    config = config_of(tmp_path, run__id="b")
+    config.resume = str(origin)
+    first = choose_start(config, rank=0)
+    assert first.lock is not None and first.path == tmp_path / "default" / "b"
+    first.lock.close()
+    config.resume = "auto"
+    again = choose_start(config, rank=0)
+    assert again.path == first.path and again.candidates == [origin / "checkpoints" / "step-00000005"]
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

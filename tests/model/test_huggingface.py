@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from conf.schema import Family, ModelConfig
-from model.huggingface import from_huggingface_state, load_huggingface_state, to_huggingface_state
+from model.huggingface import differences_from, from_huggingface_state, load_huggingface_state, to_huggingface_state
 from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from model.tensor_parallel.parameter import count_parameters
@@ -143,3 +143,27 @@ def test_a_state_of_another_model_is_refused_by_name() -> None:
     wider = theirs(small_model(ffn_hidden_size=256)).state_dict()
     with pytest.raises(ValueError, match=r"blocks.0.mlp.gate.weight has shape \(256, 64\)"):
         load_huggingface_state(build(model, SINGLE), wider, model=model, tensor=SINGLE)
+
+
+def test_a_folder_of_another_model_is_told_by_config_and_names() -> None:
+    model = small_model(num_key_value_heads=2)
+    whole = theirs(model)
+    names, config = list(whole.state_dict()), whole.config.to_dict()
+    assert differences_from(names, config, model) == []
+    assert differences_from(names, {}, model) == []
+    assert differences_from([*names, "model.layers.0.self_attn.rotary_emb.inv_freq"], config, model) == []
+    (line,) = differences_from([*names, "model.layers.9.mlp.up_proj.weight"], config, model)
+    assert line == "this model has no tensor model.layers.9.mlp.up_proj.weight"
+    (line,) = differences_from(names[1:], config, model)
+    assert line == f"it has no tensor {names[0]}"
+    (line,) = differences_from(names, config | {"rms_norm_eps": 1e-3}, model)
+    assert line == "rms_norm_eps is 0.001 there and 1e-05 here"
+    old = {key: value for key, value in config.items() if key != "rope_parameters"} | {"rope_theta": 5e5}
+    assert differences_from(names, old, model) == ["rope_theta is 500000.0 there and 10000.0 here"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_is_the_one_that_transformers_writes(case: str) -> None:
+    model = small_model(**CASES[case])
+    whole = theirs(model)
+    assert differences_from(list(whole.state_dict()), whole.config.to_dict(), model) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,22 @@ def test_the_curve_is_drawn_from_metrics(tmp_path: Path) -> None:
         sinks.write(EvaluationReport(step=3, tokens=1, loss=2.0))
     plot_losses(path, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_that_a_full_disk_refuses_are_kept_until_it_takes_them(tmp_path, capfd, monkeypatch):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    plain, full = os.write, [True]
+
+    def write(file, data):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return plain(file, data[:40])
+
+    monkeypatch.setattr("telemetry.sinks.os.write", write)
+    sink.write(EvaluationReport(step=1, tokens=1, loss=1.0))
+    sink.write(EvaluationReport(step=2, tokens=2, loss=2.0))
+    assert capfd.readouterr().err.count("cannot be written, rows are kept until it can") == 1
+    full[0] = False
+    sink.write(EvaluationReport(step=3, tokens=3, loss=3.0))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
