@@ -183,7 +183,7 @@ class TrainConfig:
     eval_samples: int = 64  # validation samples per evaluation (fewer where the split is shorter)
     max_bad_steps: int = 3  # bad steps in a row (skip), or rollbacks without a checkpoint between, before the run stops
     on_bad_step: OnBadStep = OnBadStep.skip  # skip the update, or roll back to the last checkpoint, past the batch
-    spike_factor: float = 0.0  # a loss above this many times the median of the last 50 steps is bad too; 0: never
+    spike_factor: float = 0.0  # a loss above this x the median of 50 steps is bad too (skip: only recorded); 0: never
     deterministic: bool = True  # ask torch for deterministic kernels where they exist
     sample_tokens: int = 0  # length of a text sample printed at the end, in tokens; 0: none
     sample_prompt: str = "def "  # what that sample continues
