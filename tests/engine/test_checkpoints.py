@@ -6,12 +6,15 @@ The tolerance is test_parity's: 1e-5 relative in fp32 against the one-process re
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from conf.schema import Config, DType, Family, Schedule
+from engine.device import this_device
+from engine.distributed import start
 from engine.held import loss_scale_state, set_loss_scale_state
 from tests.engine.cases import reference_run, tiny_config
 from tests.engine.on_ranks import one_step
@@ -197,25 +200,29 @@ def _roll_back(config: Config, folder: Path) -> Any:
 
 def test_what_loss_scaling_has_learnt_is_kept() -> None:
     """Case C2, as far as a CPU goes: the scaler's state after an overflow comes back."""
-    from types import SimpleNamespace
+    for kept, original, restored in run_ranks(2, _scaler_states):
+        assert kept["cur_scale"] == 2**15 and kept["last_overflow_iter"] == 3
+        assert restored == original
+        assert restored["cur_scale"] == 2**16
 
+
+def _scaler_states() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """After an overflow and a good step; after four more good ones; and so on a scaler that took over the first."""
+    start(this_device(), timeout_s=60)
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    def scaler() -> Any:
-        made = DynamicLossScaler(
-            init_scale=2**16, scale_factor=2, scale_window=4, min_scale=1, delayed_shift=1,
-            consecutive_hysteresis=False, raise_error_at_min_scale=False, dtype=torch.float16,
+    trainers: list[Any] = []
+    for _ in range(2):
+        scaler = DynamicLossScaler(
+            init_scale=2**16, scale_window=4, min_scale=1, delayed_shift=1, consecutive_hysteresis=False,
+            raise_error_at_min_scale=False, dtype=torch.float16,
         )  # fmt: skip
-        return SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=made)))
-
-    trainer, later = scaler(), scaler()
+        trainers.append(SimpleNamespace(engine=SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))))
     for overflow in (False, False, False, True, False):
-        trainer.engine.optimizer.loss_scaler.update_scale(overflow)
-    state = loss_scale_state(trainer)
-    assert state["cur_scale"] == 2**15 and state["last_overflow_iter"] == 3
-    set_loss_scale_state(later, state)
-    for one in (trainer, later):
+        trainers[0].engine.optimizer.loss_scaler.update_scale(overflow)
+    kept = loss_scale_state(trainers[0])
+    set_loss_scale_state(trainers[1], kept)
+    for trainer in trainers:
         for _ in range(4):
-            one.engine.optimizer.loss_scaler.update_scale(False)
-    assert loss_scale_state(later) == loss_scale_state(trainer)
-    assert loss_scale_state(later)["cur_scale"] == 2**16
+            trainer.engine.optimizer.loss_scaler.update_scale(False)
+    return kept, loss_scale_state(trainers[0]), loss_scale_state(trainers[1])
