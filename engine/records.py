@@ -110,6 +110,8 @@ class RunRecords:
             "plan": self.folder / "plan.json",
             "metrics": self.folder / "metrics.jsonl",
         }
+        if (self.folder / "checkpoints").is_dir():
+            files["checkpoints"] = self.folder / "checkpoints"
         if self.session.config.telemetry.plot:
             files["curve"] = self.folder / "loss.png"
             plot_losses(files["metrics"], files["curve"])

@@ -110,4 +110,4 @@ def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[st
 
 
 def _listed(files: dict[str, Path]) -> list[str]:
-    return [f"    {what:<10} {path}" for what, path in files.items()]
+    return [f"    {what:<11} {path}" for what, path in files.items()]
