@@ -63,7 +63,7 @@ def _build(folder: Path, *, build: Build, what: str, timeout_s: float, progress:
             manifest = build(partial, tell)
             _seal(partial, manifest)
             partial.rename(folder)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return manifest
@@ -116,10 +116,10 @@ def _seal(folder: Path, manifest: dict[str, Any]) -> None:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

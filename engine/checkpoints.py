@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from conf.load import fingerprint, to_plain
 from conf.schema import CheckpointConfig, OnSaveError
+from corpus.cache import sync_folder
 from engine import last_state
 from engine.checkpoint_folder import (
     FORMAT,
@@ -50,9 +51,9 @@ from engine.held import (
 )
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest, sync_folder
+from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest
 from model.huggingface import huggingface_config
-from telemetry.run_folder import git_commit, write_json
+from telemetry.run_folder import git_commit, utc_now, write_json
 
 RANDOM_STATE_RULE = "reseeded each step from (seed, step, data rank, stage): nothing to store"
 
@@ -101,6 +102,7 @@ class Checkpoints:
         self.stager = HostCopy(session.device)
         self.resumed_from: int | None = None
         self.must_stop = False  # a save failed, and that shall end the run
+        self.last_failed = False  # the newest save that has ended
         self._pending: tuple[Future[Any], SaveReport, float] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -146,6 +148,7 @@ class Checkpoints:
         (future, report, start), self._pending = self._pending, None
         error = future.exception()
         report = dataclasses.replace(report, total_s=time.perf_counter() - start)
+        self.last_failed = error is not None
         if error is None:
             return [report]
         if not isinstance(error, dcp.CheckpointException):
@@ -184,6 +187,8 @@ class Checkpoints:
         """Weights, moments and progress of a checkpoint that any plan wrote. Raises DamagedError, on every rank."""
         stored = StoredTensors(path)
         manifest = self._checked(path, stored)
+        if path.name != checkpoint_path(self.folder, manifest["progress"]["step"]).name:
+            raise DamagedError(f"checkpoint {path} has another name than its step {manifest['progress']['step']}")
         stored.load(boxes_to_load(self.trainer, self.session.config.model, self.session.groups))
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
@@ -213,8 +218,6 @@ class Checkpoints:
         manifest = broadcast(answer)
         if isinstance(manifest, DamagedError):
             raise manifest
-        if path.name != checkpoint_path(self.folder, manifest["progress"]["step"]).name:
-            raise DamagedError(f"checkpoint {path} has another name than its step {manifest['progress']['step']}")
         rank, ranks = self.session.rank, dist.get_world_size()
         wanted = tuple(f"{kind}/" for kind in kinds)
         share = [Checksum(**one) for one in manifest["checksums"][rank::ranks] if one["file"].startswith(wanted)]
@@ -247,7 +250,7 @@ class Checkpoints:
         files = {one.file: (partial / one.file).stat().st_size for one in checksums}
         others = [f"{WEIGHTS}/config.json", *(f"{kind}/{INDEX}" for kind in KINDS)]
         manifest = meta | {
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "saved": utc_now(),
             "files": files,
             "heads": {file: head_digest(partial / file) for file in [*files, *others]},
             "checksums": [dataclasses.asdict(one) for one in checksums],

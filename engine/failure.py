@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from telemetry.run_folder import utc_now
+
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
 EXIT_INTERRUPTED = 130
@@ -41,7 +43,8 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int, stat
     append_to_log(folder, f"{state}\n{text}", rank=rank)
     if is_lost_peer(error):
         time.sleep(1.0)  # the rank that failed first may still be writing its own report
-        message = f"a peer of rank {rank} died without a word (killed, or out of memory): see the launcher's lines"
+        message = f"a peer of rank {rank} died without a word (killed, or out of memory), which one the "
+        message += f"launcher's lines say; rank {rank}: {state}"
         if claim_failure(folder, rank=rank, error=message):
             print(f"a rank was lost: {message}", file=sys.stderr, flush=True)
         return
@@ -54,14 +57,14 @@ def append_to_log(folder: Path, text: str, *, rank: int) -> None:
     """A full or lost disk must not hide why a run failed: then it is said on the console only."""
     try:
         with (folder / f"rank-{rank}.log").open("a") as log:
-            log.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rank {rank}: {text.rstrip()}\n")
+            log.write(f"{utc_now()} rank {rank}: {text.rstrip()}\n")
     except OSError as error:
         print(f"rank {rank}: its log cannot be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
 def claim_failure(folder: Path, *, rank: int, error: str) -> bool:
     """Write failed.json unless another rank did: whether this rank is the first, as far as the disk can tell."""
-    record = {"rank": rank, "error": error, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    record = {"rank": rank, "error": error, "time": utc_now()}
     try:
         with (folder / "failed.json").open("x") as claim:
             claim.write(json.dumps(record) + "\n")

@@ -214,7 +214,6 @@ def _flat_parameters(engine: Any) -> list[Tensor]:
         "fp32_partitioned_groups_flat",  # ZeRO 3
         "single_partition_of_fp32_groups",  # ZeRO 1 and 2
         "fp32_groups_flat_partition",  # BF16_Optimizer
-        "fp32_groups_flat",  # FP16_Optimizer
     ):
         if hasattr(engine.optimizer, name):
             return list(getattr(engine.optimizer, name))

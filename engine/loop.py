@@ -234,9 +234,8 @@ def _stop(run: Run, progress: Progress) -> None:
 
 def _finish_saves(run: Run, progress: Progress) -> None:
     """Wait for the save in flight. No run is complete without its last checkpoint: StopRun where that failed twice."""
-    saves = run.checkpoints.finish()
-    _note_saves(run, saves)
-    if run.session.agree(any(save.error is not None for save in saves))[0]:
+    _note_saves(run, run.checkpoints.finish())
+    if run.session.agree(run.checkpoints.last_failed)[0]:
         saves = run.checkpoints.save(progress, wait=True)
         _note_saves(run, saves)
         if saves[-1].error is not None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from corpus.cache import sync_folder
 from engine import last_state
 from model.placement import Box
 
@@ -181,15 +182,6 @@ def head_digest(path: Path) -> str:
             length = file.read(8)
             return xxhash.xxh3_64_hexdigest(length + file.read(min(int.from_bytes(length, "little"), 2**30)))
         return xxhash.xxh3_64_hexdigest(file.read())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _tensor_data(item: WriteItem) -> Any:

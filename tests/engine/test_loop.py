@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from conf.schema import OnBadStep
-from engine.checkpoints import Progress
+from engine.checkpoints import Progress, SaveReport
 from engine.device import this_device
+from engine.failure import StopRun
 from engine.loop import NonFiniteError, Run, samples_after, train
 from engine.session import Rates
 from engine.step import StepResult
@@ -57,7 +58,7 @@ def session(config: Any, *, world_size: int) -> Any:
 class NoCheckpoints:
     """One kept checkpoint at most, which `save` would be asked for."""
 
-    must_stop = False
+    must_stop = last_failed = False
 
     def __init__(self, kept: Progress | None = None):
         self.kept = kept
@@ -186,3 +187,13 @@ def test_the_learning_rate_goes_on_where_it_was(micro_batches: int) -> None:
     assert rates_of(config, Progress(step=5, samples=40, tokens=1280)) == whole[5:]
     config.train.lr_warmup = 10
     assert max(rates_of(config)) == pytest.approx(1e-3)
+
+
+def test_no_run_is_complete_without_its_last_checkpoint() -> None:
+    """Also where the save failed while the loop waited for it; it is tried once more."""
+    config = tiny_config(train__train_iters=2)
+    checkpoints: Any = NoCheckpoints()
+    checkpoints.last_failed = True
+    checkpoints.save = lambda progress, *, wait: [SaveReport(progress.step, 0.0, 0.0, 0, error="no space")]
+    with pytest.raises(StopRun, match="all steps are trained, but the last checkpoint failed: no space"):
+        reports(config, SleepingTrainer(seconds=0), checkpoints=checkpoints)
