@@ -54,6 +54,9 @@ RANGES: dict[Range, str] = {
         optimizer.epsilon
         train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
         cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s
+        cluster.intra_node.bandwidth cluster.inter_node.bandwidth cluster.host.bandwidth
+        cluster.rates.matrix_flops cluster.rates.operand_bandwidth cluster.rates.attention_flops
+        cluster.rates.memory_bandwidth
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
     """,
@@ -61,6 +64,7 @@ RANGES: dict[Range, str] = {
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
         checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
+        cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
     """,
     KEPT: "checkpoint.keep_last",
     FACTOR: "train.spike_factor",

@@ -201,6 +201,28 @@ class CheckpointConfig:
 
 
 @dataclass
+class LinkConfig:
+    """A link between devices, by the alpha-beta model: a message of n bytes takes latency_s + n / bandwidth."""
+
+    name: Optional[str] = None  # NVLink, PCIe, InfiniBand, Ethernet, loopback; null: not known
+    bandwidth: Optional[float] = None  # bytes/s that one device sends over it in a collective, as measured
+    latency_s: Optional[float] = None  # seconds before the first byte of a message arrives
+
+
+@dataclass
+class RatesConfig:
+    """What one device is measured to do in the run's dtype; never the data sheet. A product of [m, k] and [k, n] takes
+    kernel_s + 2 m k n / matrix_flops + bytes of its three matrices / operand_bandwidth."""
+
+    matrix_flops: Optional[float] = None  # FLOP/s that ever larger matrix products approach
+    operand_bandwidth: Optional[float] = None  # bytes/s at which their operands and results move beside
+    attention_flops: Optional[float] = None  # FLOP/s of the fused attention core, counted over the half it computes
+    memory_bandwidth: Optional[float] = None  # bytes/s of pointwise kernels: norms, activations, dropout, the optimizer
+    kernel_s: Optional[float] = None  # seconds that each kernel costs beside its work
+    source: Optional[str] = None  # where these numbers come from: a probe or a fit, with its date
+
+
+@dataclass
 class ClusterConfig:
     """What the ranks run on."""
 
@@ -209,6 +231,10 @@ class ClusterConfig:
     devices_per_node: Optional[int] = None  # accelerators per machine; null: as found
     memory_per_device: Optional[float] = None  # bytes; null: as found
     peak_flops: Optional[float] = None  # data-sheet FLOP/s of one device in the run's dtype; null: by device name
+    intra_node: LinkConfig = field(default_factory=LinkConfig)  # between devices of one machine
+    inter_node: LinkConfig = field(default_factory=LinkConfig)  # between machines, the share of one device
+    host: LinkConfig = field(default_factory=LinkConfig)  # between a device and its machine's memory
+    rates: RatesConfig = field(default_factory=RatesConfig)  # what one device is measured to do
     timeout_s: float = 1800.0  # longest wait in a collective before the run ends, in seconds
     hang_timeout_s: float = 600.0  # longest time in which no rank makes progress before the run ends, in s; 0: never
 
