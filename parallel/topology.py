@@ -1,27 +1,53 @@
 """Rank <-> coordinate on the mesh, and which axis crosses nodes.
 
-Axis order after Megatron-LM: pipeline slowest, then data, tensor fastest, so that tensor ranks, which speak most, are
-neighbours inside a node:  rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+The usual axis order is Megatron-LM's: pipeline slowest, then data, tensor fastest, so that tensor ranks, which speak
+most, are neighbours inside a node:  rank = (pp_rank * dp + dp_rank) * tp + tp_rank. Any other order can be planned and
+run; ranks are placed on nodes in order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 AXES = ("pipe", "data", "tensor")
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Nodes that one group of ranks lies on, and its ranks on the node that has the fewest of them."""
+
+    nodes: int
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
 class Topology:
-    """The mesh of pp x dp x tp ranks."""
+    """The mesh of pp x dp x tp ranks; `order`: its axes, the slowest first."""
 
     pp: int
     dp: int
     tp: int
+    order: tuple[str, ...] = AXES
 
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.tp
+
+    def size(self, axis: str) -> int:
+        """Ranks along "pipe", "data" or "tensor"; ValueError for another name."""
+        if axis not in AXES:
+            raise ValueError(f"axis {axis} is not on the mesh; use one of {', '.join(AXES)}")
+        return {"pipe": self.pp, "data": self.dp, "tensor": self.tp}[axis]
+
+    def stride(self, axis: str) -> int:
+        """Distance in global rank between neighbours along an axis."""
+        stride = 1
+        for faster in self.order[self.order.index(axis) + 1 :]:
+            stride *= self.size(faster)
+        return stride
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """(pp_rank, dp_rank, tp_rank); ValueError for a rank outside the world."""
@@ -29,34 +55,44 @@ class Topology:
             raise ValueError(
                 f"rank {rank} is outside a world of {self.world_size}; ranks are 0 to {self.world_size - 1}"
             )
-        return rank // (self.dp * self.tp), rank // self.tp % self.dp, rank % self.tp
+        pp, dp, tp = (rank // self.stride(axis) % self.size(axis) for axis in AXES)
+        return pp, dp, tp
 
     def rank(self, *, pp: int, dp: int, tp: int) -> int:
         """Global rank at a coordinate; ValueError outside the mesh."""
-        for name, place, size in (("pipe", pp, self.pp), ("data", dp, self.dp), ("tensor", tp, self.tp)):
-            if not 0 <= place < size:
-                raise ValueError(f"{name} rank {place} is outside an axis of {size}; use 0 to {size - 1}")
-        return (pp * self.dp + dp) * self.tp + tp
+        places = {"pipe": pp, "data": dp, "tensor": tp}
+        for name, place in places.items():
+            if not 0 <= place < self.size(name):
+                raise ValueError(
+                    f"{name} rank {place} is outside an axis of {self.size(name)}; use 0 to {self.size(name) - 1}"
+                )
+        return sum(place * self.stride(axis) for axis, place in places.items())
 
     def lines(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks that differ along one axis ("pipe", "data" or "tensor") only, in axis order."""
-        pps, dps, tps = range(self.pp), range(self.dp), range(self.tp)
-        if axis == "tensor":
-            return tuple(tuple(self.rank(pp=p, dp=d, tp=t) for t in tps) for p in pps for d in dps)
-        if axis == "data":
-            return tuple(tuple(self.rank(pp=p, dp=d, tp=t) for d in dps) for p in pps for t in tps)
-        if axis == "pipe":
-            return tuple(tuple(self.rank(pp=p, dp=d, tp=t) for p in pps) for d in dps for t in tps)
-        raise ValueError(f"axis {axis} is not on the mesh; use one of {', '.join(AXES)}")
+        size, stride = self.size(axis), self.stride(axis)
+        others = [name for name in AXES if name != axis]
+        starts = (
+            sum(place * self.stride(name) for name, place in zip(others, places, strict=True))
+            for places in product(*(range(self.size(name)) for name in others))
+        )
+        return tuple(tuple(range(start, start + size * stride, stride)) for start in starts)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that share `rank`'s line along an axis."""
-        return next(line for line in self.lines(axis) if rank in line)
+        place = dict(zip(AXES, self.coordinate(rank), strict=True))[axis]
+        first = rank - place * self.stride(axis)
+        return tuple(range(first, first + self.size(axis) * self.stride(axis), self.stride(axis)))
 
     def crossing_axes(self, devices_per_node: int) -> tuple[str, ...]:
-        """Axes of which some group has ranks on more than one node, with ranks placed on nodes in order."""
-        return tuple(
-            axis
-            for axis in AXES
-            if any(len({rank // devices_per_node for rank in line}) > 1 for line in self.lines(axis))
-        )
+        """Axes of which some group has ranks on more than one node."""
+        return tuple(axis for axis in AXES if self.spread(axis, devices_per_node).nodes > 1)
+
+    @cache  # noqa: B019 - frozen and few
+    def spread(self, axis: str, devices_per_node: int) -> Spread:
+        """How the worst-placed group of an axis lies on nodes: over the most nodes, with the fewest ranks on one."""
+        spreads = []
+        for line in self.lines(axis):
+            on_node = Counter(rank // devices_per_node for rank in line)
+            spreads.append(Spread(nodes=len(on_node), ranks_per_node=min(on_node.values())))
+        return max(spreads, key=lambda spread: (spread.nodes, -spread.ranks_per_node))
