@@ -219,6 +219,9 @@ class RatesConfig:
     attention_flops: Optional[float] = None  # FLOP/s of the fused attention core, counted over the half it computes
     memory_bandwidth: Optional[float] = None  # bytes/s of pointwise kernels: norms, activations, dropout, the optimizer
     kernel_s: Optional[float] = None  # seconds that each kernel costs beside its work
+    micro_batch_s: float = 0.0  # seconds that each micro-batch costs a pipeline stage beside its kernels
+    step_s: float = 0.0  # seconds that each optimizer step costs beside its kernels
+    overlap: float = 1.0  # share of communication that may run beside computation and really does (CPU: 0)
     source: Optional[str] = None  # where these numbers come from: a probe or a fit, with its date
 
 
