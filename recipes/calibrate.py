@@ -2,10 +2,10 @@
 
 python recipes/calibrate.py                     the shipped calibrations on the rows their fits never saw
 python recipes/calibrate.py --runs MORE.csv     on other rows with the same columns
-python recipes/calibrate.py --fit               fit again, on every other row of each stack, and write calibrations.json
+python recipes/calibrate.py --fit               fit again, on every other row of each stack; writes calibrations.json
 
-Errors are of TFLOP/s per GPU: |predicted / reported - 1|. The fit starts from data sheets and may leave them only as far
-as rows ask for it (a Gaussian prior on each number's logarithm); a row far off counts less (a pseudo-Huber loss).
+Errors are of TFLOP/s per GPU: |predicted / reported - 1|. The fit starts from data sheets and may leave them only as
+far as rows ask for it (a Gaussian prior on each number's logarithm); a row far off counts less (a pseudo-Huber loss).
 """
 
 from __future__ import annotations

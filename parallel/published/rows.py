@@ -12,8 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from conf.schema import ClusterConfig, Config, DataConfig, DType, Family, ModelConfig, ParallelConfig, PrecisionConfig
-from conf.schema import Recompute, TrainConfig, ZeroConfig
+from conf.schema import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    DType,
+    Family,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Recompute,
+    TrainConfig,
+    ZeroConfig,
+)
 from parallel.flops import model_flops_per_token
 from parallel.kernels import Software
 from parallel.plan import ParallelPlan, padded_vocab_size

@@ -43,7 +43,7 @@ STACKS = (
         per_node=16,
         accumulates_not=True,
         baseline_tflops=39.0,  # arXiv:1909.08053 section 5.1
-    ),  # fmt: skip
+    ),
     Stack("megatron_2020_v100", ("Megatron-LM 2020",), "V100", UNFUSED, per_node=16, accumulates_not=True),
     Stack("megatron_2020_a100_40gb", ("Megatron-LM 2020",), "A100-SXM4-40", UNFUSED, accumulates_not=True),
     Stack("megatron_jan_2021_a100", ("Megatron-LM Jan 2021",), "A100", UNFUSED),
