@@ -13,7 +13,7 @@ from conf.schema import Config
 from parallel import rules
 from parallel.stages import balance, boundaries, fold
 from parallel.states import stage_loads
-from parallel.topology import Topology
+from parallel.topology import AXES, Topology
 
 
 class PlanError(ValueError):
@@ -48,6 +48,7 @@ class ParallelPlan:
     recompute: str
     recompute_interval: int
     warnings: tuple[str, ...]
+    order: tuple[str, ...] = AXES  # of the mesh's axes, the slowest first
 
     @classmethod
     def from_config(cls, config: Config, world_size: int, *, device: str | None = None) -> ParallelPlan:
@@ -83,6 +84,7 @@ class ParallelPlan:
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
+            order=tuple(parallel.order.value.split("_")),
         )
 
     @property
@@ -96,8 +98,9 @@ class ParallelPlan:
     @property
     def topology(self) -> Topology:
         return Topology(
-            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size
-        )
+            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size,
+            order=self.order,
+        )  # fmt: skip
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """(pipeline, data, tensor) ranks of a global rank."""
