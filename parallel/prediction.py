@@ -21,7 +21,7 @@ from parallel.links import Fabric
 from parallel.memory import Ledger
 from parallel.plan import ParallelPlan
 from parallel.stage_times import LayerTimes, StageTime, StepTail, stage_times
-from parallel.timeline import StageTimes, Timeline, simulate
+from parallel.timeline import StageTimes, Timeline, estimate_step_s, simulate
 
 PLANNER_VERSION = 1  # counts up when the same plan and cluster are predicted another number
 
@@ -67,7 +67,7 @@ def predict_run(
     tails = [times.tail(pp_rank) for pp_rank in pp_ranks]
     timeline = simulate(
         plan.schedule,
-        [StageTimes(stage.forward_s, stage.backward_s, stage.send_s) for stage in stages],
+        schedule_times(stages),
         ranks=len(pp_ranks),
         num_micro_batches=plan.num_micro_batches,
     )
@@ -103,15 +103,19 @@ def quick_step_s(times: LayerTimes) -> float:
     stages = stage_times(times)
     ranks = range(plan.pipeline_model_parallel_size)
     tails = [times.tail(rank) for rank in ranks]
-    work = [s.forward_s + s.backward_s + 2 * s.send_s for s in stages]
-    per_rank = [sum(work[stage] for stage in plan.stages_of(rank)) for rank in ranks]
-    pipeline = (plan.num_micro_batches - 1) * max(per_rank) + sum(per_rank) / (len(stages) / len(ranks))
-    pipeline += max(per_rank) * (1 - len(ranks) / len(stages))
+    pipeline = estimate_step_s(
+        plan.schedule, schedule_times(stages), ranks=len(ranks), num_micro_batches=plan.num_micro_batches
+    )
     end, ends = pipeline, []
     for rank in ranks:  # each rank's last backward ends before that of the rank in front of it
         ends.append(end)
         end -= stages[rank].backward_s
     return join(ends, tails) + times.rates.step_s
+
+
+def schedule_times(stages: Sequence[StageTime]) -> list[StageTimes]:
+    """What the schedule's simulation asks of each stage."""
+    return [StageTimes(stage.forward_s, stage.backward_s, stage.send_s) for stage in stages]
 
 
 def join(ends_s: Sequence[float], tails: Sequence[StepTail]) -> float:

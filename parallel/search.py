@@ -7,11 +7,10 @@ the cut that `ParallelPlan.from_config` makes. Not here: what a prediction is (`
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from conf.schema import Config, DType, Order, Recompute, Schedule
+from conf.schema import Config, Order, Recompute, Schedule
 from parallel import memory, rules
 from parallel.flops import block_flops_per_token, head_flops_per_token
 from parallel.kernels import Rates, Software
@@ -92,6 +91,7 @@ def best(
 
 def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Candidate]:
     """Every plan that the rules allow, not yet predicted."""
+    zero_stages = _zero_stages(config, device=device)
     cuts: dict[tuple[str, int], tuple[tuple[int, int], ...] | None] = {}
     for tp, pp, schedule, order in _meshes(config, world_size):
         key = (schedule.value, pp)
@@ -105,7 +105,7 @@ def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Can
             count = config.train.global_batch_size // (micro_batch * dp)
             if schedule.value == "dualpipev" and count < 2 * pp:
                 continue
-            for sequence_parallel, recompute, zero in _modes(config, tp=tp, pp=pp, dp=dp):
+            for sequence_parallel, recompute, zero in _modes(config, zero_stages, tp=tp, pp=pp, dp=dp):
                 parallel = replace(
                     config.parallel, tp=tp, pp=pp, schedule=schedule, order=order, recompute=recompute,
                     sequence_parallel=sequence_parallel, stages=None, recompute_interval=1,
@@ -154,17 +154,28 @@ def _meshes(config: Config, world_size: int) -> Iterator[tuple[int, int, Schedul
                     yield tp, pp, schedule, order
 
 
-def _modes(config: Config, *, tp: int, pp: int, dp: int) -> Iterator[tuple[bool, Recompute, int]]:
+def _modes(
+    config: Config, zero_stages: Sequence[int], *, tp: int, pp: int, dp: int
+) -> Iterator[tuple[bool, Recompute, int]]:
     """(sequence parallel, recomputation, ZeRO stage)."""
-    stages = (0, 1) if pp > 1 else (0, 1, 2, 3)
-    if dp == 1:
-        stages = (0, 1)
-    dtype, accumulate = config.precision.dtype, config.precision.grad_accum_dtype
+    most = 3 if pp == 1 and dp > 1 else 1
     for sequence_parallel in (False, True) if tp > 1 and config.data.sequence_length % tp == 0 else (False,):
         for recompute in Recompute:
-            for zero in stages:
-                if rules.zero_problem(dtype, accumulate, zero) is None:
+            for zero in zero_stages:
+                if zero <= most:
                     yield sequence_parallel, recompute, zero
+
+
+def _zero_stages(config: Config, *, device: str) -> list[int]:
+    """Those that go with the run's precision."""
+    return [
+        stage
+        for stage in (0, 1, 2, 3)
+        if not rules.states_problems(
+            replace(config, zero=replace(config.zero, stage=stage), parallel=replace(config.parallel, pp=1)),
+            device=device,
+        )
+    ]
 
 
 def _micro_batches(config: Config, dp: int) -> list[int]:
@@ -192,6 +203,3 @@ def _cut(config: Config, schedule: str, pp: int) -> tuple[tuple[int, int], ...] 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-__all__ = ["Candidate", "DType", "Search", "best", "search"]

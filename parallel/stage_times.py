@@ -14,6 +14,7 @@ from conf.schema import Config
 from parallel.communication import (
     Collective,
     data_of_micro_batch,
+    layers_held,
     of_block,
     of_embedding,
     of_head,
@@ -75,6 +76,7 @@ class LayerTimes:
         self.embedding = self._layer(embedding_pass(config, plan, rates), of_embedding(config, plan))
         self.head = self._layer(head_pass(config, plan, rates), of_head(config, plan))
         self.send_s = self._send_s()
+        self.tails: dict[tuple[tuple[int, bool, bool], bool], StepTail] = {}
 
     def stage(self, blocks: int, *, embedding: bool, head: bool, pp_rank: int) -> StageTime:
         """One stage with so many blocks."""
@@ -94,7 +96,13 @@ class LayerTimes:
         )
 
     def tail(self, pp_rank: int) -> StepTail:
-        """What one pipeline rank does once a step."""
+        """What one pipeline rank does once a step; ranks that hold alike do alike."""
+        kind = (layers_held(self.config, self.plan, pp_rank), pp_rank == 0)
+        if kind not in self.tails:
+            self.tails[kind] = self._tail(pp_rank)
+        return self.tails[kind]
+
+    def _tail(self, pp_rank: int) -> StepTail:
         config, plan = self.config, self.plan
         calls = of_step(config, plan, pp_rank)
         parameters = stage_parameters(config, plan, pp_rank)
