@@ -16,10 +16,11 @@ from parallel import memory
 from parallel.communication import Collective, ledger
 from parallel.flops import hardware_flops_per_token, mfu, tokens_per_s, tokens_per_s_per_device, utilisation
 from parallel.hardware import device_kind
-from parallel.kernels import Rates, Software
+from parallel.kernels import Rates
 from parallel.links import Fabric
 from parallel.memory import Ledger
 from parallel.plan import ParallelPlan
+from parallel.software import HERE, Software
 from parallel.stage_times import LayerTimes, StageTime, StepTail, stage_times
 from parallel.timeline import StageTimes, Timeline, estimate_step_s, simulate
 
@@ -55,13 +56,13 @@ class Prediction:
 
 
 def predict_run(
-    config: Config, plan: ParallelPlan, *, device: str | None = None, software: Software | None = None
+    config: Config, plan: ParallelPlan, *, device: str | None = None, software: Software = HERE
 ) -> Prediction:
     """Raises ValueError with one line where the cluster has no rates or links."""
     kind = device_kind() if device is None else device
     rates = Rates.from_config(config.cluster)
     fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
-    times = LayerTimes(config, plan, rates, fabric, software or Software())
+    times = LayerTimes(config, plan, rates, fabric, software)
     stages = stage_times(times)
     pp_ranks = range(plan.pipeline_model_parallel_size)
     tails = [times.tail(pp_rank) for pp_rank in pp_ranks]

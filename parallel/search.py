@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from conf.schema import Config, Order, Recompute, Schedule
 from parallel import memory, rules
 from parallel.flops import block_flops_per_token, head_flops_per_token
-from parallel.kernels import Rates, Software
+from parallel.kernels import Rates
 from parallel.links import Fabric
 from parallel.plan import ParallelPlan, padded_vocab_size
 from parallel.prediction import Prediction, predict_run, quick_step_s
 from parallel.sizes import sizes
+from parallel.software import HERE
 from parallel.stage_times import LayerTimes
 from parallel.stages import Load, balance, boundaries, fold
 from parallel.topology import AXES, Topology
@@ -31,8 +32,8 @@ class Candidate:
 
     config: Config
     plan: ParallelPlan
-    memory_bytes: int  # of the worst stage
-    step_s: float
+    memory_bytes: int = 0  # of the worst stage
+    step_s: float = 0.0  # of what fits
 
 
 @dataclass
@@ -62,10 +63,12 @@ def search(config: Config, world_size: int, *, device: str, limit_bytes: float |
     for candidate in _candidates(config, world_size, device=device):
         ledgers = memory.predict(candidate.config, candidate.plan, device=device)
         held = memory.worst(ledgers).total
-        times = LayerTimes(candidate.config, candidate.plan, rates, fabric, Software())
-        whole = replace(candidate, memory_bytes=held, step_s=quick_step_s(times))
         found.considered += 1
-        (found.fitting if limit_bytes is None or held <= limit_bytes else found.too_large).append(whole)
+        if limit_bytes is not None and held > limit_bytes:
+            found.too_large.append(replace(candidate, memory_bytes=held))
+            continue
+        times = LayerTimes(candidate.config, candidate.plan, rates, fabric, HERE)
+        found.fitting.append(replace(candidate, memory_bytes=held, step_s=quick_step_s(times)))
     found.fitting.sort(key=lambda candidate: candidate.step_s)
     found.too_large.sort(key=lambda candidate: candidate.memory_bytes)
     return found
@@ -127,7 +130,7 @@ def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Can
                     stage_layers=cut, recompute=recompute.value, recompute_interval=1, warnings=(),
                     order=tuple(order.value.split("_")),
                 )  # fmt: skip
-                yield Candidate(changed, plan, 0, 0.0)
+                yield Candidate(changed, plan)
 
 
 def _meshes(config: Config, world_size: int) -> Iterator[tuple[int, int, Schedule, Order]]:
