@@ -65,11 +65,12 @@ RANGES: dict[Range, str] = {
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
         checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
+        cluster.rates.micro_batch_s cluster.rates.step_s
     """,
     KEPT: "checkpoint.keep_last",
     FACTOR: "train.spike_factor",
     SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
-    UP_TO_1: "train.min_lr_ratio",
+    UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }
 

@@ -21,6 +21,21 @@ class Family(str, Enum):
 Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
 
 
+# Axes of the mesh of ranks, the slowest first: ranks that differ in the last one are neighbours.
+Order = Enum(
+    "Order",
+    {
+        "pipe_data_tensor": "pipe_data_tensor",
+        "pipe_tensor_data": "pipe_tensor_data",
+        "data_pipe_tensor": "data_pipe_tensor",
+        "data_tensor_pipe": "data_tensor_pipe",
+        "tensor_pipe_data": "tensor_pipe_data",
+        "tensor_data_pipe": "tensor_data_pipe",
+    },
+    type=str,
+)
+
+
 class Recompute(str, Enum):
     none = "none"
     selective = "selective"
@@ -100,6 +115,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
+    order: Order = Order["pipe_data_tensor"]  # axes of the mesh, slowest first: the last one's ranks are neighbours
     stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
@@ -219,6 +235,9 @@ class RatesConfig:
     attention_flops: Optional[float] = None  # FLOP/s of the fused attention core, counted over the half it computes
     memory_bandwidth: Optional[float] = None  # bytes/s of pointwise kernels: norms, activations, dropout, the optimizer
     kernel_s: Optional[float] = None  # seconds that each kernel costs beside its work
+    micro_batch_s: float = 0.0  # seconds that each micro-batch costs a pipeline stage beside its kernels
+    step_s: float = 0.0  # seconds that each optimizer step costs beside its kernels
+    overlap: float = 1.0  # share of communication that may run beside computation and really does (CPU: 0)
     source: Optional[str] = None  # where these numbers come from: a probe or a fit, with its date
 
 

@@ -9,7 +9,7 @@ rank of a pipeline stage; ranks of a stage do alike. Not here: seconds (`paralle
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.schema import Config
 from parallel.memory import stage_parameters
@@ -24,12 +24,13 @@ FP32, INT64 = 4, 8
 class Collective:
     """`bytes`: of the whole tensor in one call (all_gather: what is gathered; reduce_scatter: what is reduced).
 
-    `calls`: by one rank in one step. `hides`: may run beside computation that does not need it.
+    `calls`: by one rank, in one step where a ledger lists it. `hides`: may run beside computation that does not need
+    it.
     """
 
     axis: str  # tensor, pipe or data
     what: str
-    phase: str  # forward, backward (of a micro-batch, recomputation included) or step (once a step)
+    phase: str  # forward, backward or again (recomputation) of a micro-batch; step: once a step
     operation: str  # all_reduce, all_gather, reduce_scatter or send_recv
     group_size: int
     bytes: int
@@ -43,95 +44,151 @@ class Collective:
 
 def ledger(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
     """Every collective of one step on each rank of a pipeline stage."""
-    calls = [*_tensor(config, plan, pp_rank), *_pipe(config, plan, pp_rank), *_data(config, plan, pp_rank)]
+    blocks, embedding, head = layers_held(config, plan, pp_rank)
+    calls = [times(call, blocks) for call in of_block(config, plan)]
+    calls += of_embedding(config, plan) if embedding else []
+    calls += of_head(config, plan) if head else []
+    calls += [*of_stage_ends(config, plan, pp_rank), *data_of_micro_batch(config, plan, pp_rank)]
+    calls = [times(call, plan.num_micro_batches) for call in calls]
+    calls += of_step(config, plan, pp_rank)
     return [call for call in calls if call.group_size > 1 and call.calls]
 
 
-def _tensor(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[Collective]:
-    """Of the layers: hidden [B, S, H] in the run's dtype, loss numbers in fp32."""
-    model, tp, count = config.model, plan.tensor_model_parallel_size, plan.num_micro_batches
-    tokens = plan.micro_batch_size * config.data.sequence_length
-    hidden = tokens * model.hidden_size * StateBytes.of(config.precision.dtype)
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_layers[stage])]
-    last = model.num_layers + 2
-    blocks = sum(0 < layer < last - 1 for layer in layers)
+def times(call: Collective, count: int) -> Collective:
+    """The same, made `count` times as often."""
+    return replace(call, calls=call.calls * count)
 
-    def each(what: str, phase: str, operation: str, number_of_bytes: int, per: int, hides: bool = False) -> Collective:
-        return Collective("tensor", what, phase, operation, tp, number_of_bytes, per * count, hides)
 
-    copied = sizes(model).num_key_value_heads
-    if copied < tp:  # ranks with a copy of the same key-value head sum its gradient (model.tensor_parallel.qkv)
-        vectors = 2 * copied * sizes(model).head_dim * StateBytes.of(config.precision.dtype)
-        yield each("copied key-value weights", "backward", "all_reduce", vectors * model.hidden_size, blocks)
-        if sizes(model).has_bias:
-            yield each("copied key-value biases", "backward", "all_reduce", vectors, blocks)
-    again = 1 if plan.recompute == "full" else 0
-    if not plan.sequence_parallel:
-        yield each("blocks", "forward", "all_reduce", hidden, 2 * blocks)
-        yield each("blocks, recomputed", "backward", "all_reduce", hidden, 2 * blocks * again)
-        yield each("blocks", "backward", "all_reduce", hidden, 2 * blocks, hides=True)
+def layers_held(config: Config, plan: ParallelPlan, pp_rank: int) -> tuple[int, bool, bool]:
+    """(blocks, whether the embedding, whether final norm and head) on a pipeline rank."""
+    spans = [plan.stage_layers[stage] for stage in plan.stages_of(pp_rank)]
+    last = config.model.num_layers + 2
+    blocks = sum(min(end, last - 1) - max(first, 1) for first, end in spans)
+    return blocks, any(first == 0 for first, _ in spans), any(end == last + 1 for _, end in spans)
+
+
+def of_block(config: Config, plan: ParallelPlan) -> list[Collective]:
+    """Tensor axis, one block and micro-batch."""
+    model, s, tp = config.model, sizes(config.model), plan.tensor_model_parallel_size
+    hidden, weight = _hidden_bytes(config, plan), model.hidden_size * StateBytes.of(config.precision.dtype)
+    calls = []
+
+    def add(what: str, phase: str, operation: str, number_of_bytes: int, count: int = 2, hides: bool = False) -> None:
+        calls.append(Collective("tensor", what, phase, operation, tp, number_of_bytes, count, hides))
+
+    for phase in ("forward", "again") if plan.recompute == "full" else ("forward",):
+        if plan.sequence_parallel:
+            add("blocks", phase, "all_gather", hidden)
+            add("blocks", phase, "reduce_scatter", hidden)
+        else:
+            add("blocks", phase, "all_reduce", hidden)
+    if plan.sequence_parallel:
+        add("blocks, inputs again", "backward", "all_gather", hidden, hides=True)
+        add("blocks", "backward", "all_gather", hidden)
+        add("blocks", "backward", "reduce_scatter", hidden, hides=True)
+        add("norm weights", "backward", "all_reduce", weight, 2 * s.norm_vectors)
     else:
-        norms = sizes(model).norm_vectors
-        weight = model.hidden_size * StateBytes.of(config.precision.dtype)
-        for phase, times, what in (("forward", 1, "blocks"), ("backward", again, "blocks, recomputed")):
-            yield each(what, phase, "all_gather", hidden, 2 * blocks * times)
-            yield each(what, phase, "reduce_scatter", hidden, 2 * blocks * times)
-        yield each("blocks, inputs again", "backward", "all_gather", hidden, 2 * blocks, hides=True)
-        yield each("blocks", "backward", "all_gather", hidden, 2 * blocks)
-        yield each("blocks", "backward", "reduce_scatter", hidden, 2 * blocks, hides=True)
-        yield each("norm weights", "backward", "all_reduce", weight, norms * (2 * blocks + (last in layers)))
-    if 0 in layers:
-        yield each("embedding", "forward", "reduce_scatter" if plan.sequence_parallel else "all_reduce", hidden, 1)
-        if plan.sequence_parallel:
-            yield each("embedding", "backward", "all_gather", hidden, 1)
-    if last in layers:
-        if plan.sequence_parallel:
-            yield each("head", "forward", "all_gather", hidden, 1)
-            yield each("head, input again", "backward", "all_gather", hidden, 1, hides=True)
-        operation = "reduce_scatter" if plan.sequence_parallel else "all_reduce"
-        yield each("head", "backward", operation, hidden, 1, hides=True)
-        yield each("loss, largest logits", "forward", "all_reduce", tokens * FP32, 1)
-        yield each("loss, sums", "forward", "all_reduce", 2 * tokens * FP32, 1)
+        add("blocks", "backward", "all_reduce", hidden, hides=True)
+    if s.num_key_value_heads < tp:  # ranks with a copy of a key-value head sum its gradient (model.tensor_parallel.qkv)
+        vectors = 2 * s.num_key_value_heads * s.head_dim
+        add("copied key-value weights", "backward", "all_reduce", vectors * weight, 1)
+        if s.has_bias:
+            add("copied key-value biases", "backward", "all_reduce", vectors * weight // model.hidden_size, 1)
+    return calls
 
 
-def _pipe(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[Collective]:
-    """Activations on, gradients back; each send is counted where it leaves. Document positions travel with them."""
-    pp, count = plan.pipeline_model_parallel_size, plan.num_micro_batches
+def of_embedding(config: Config, plan: ParallelPlan) -> list[Collective]:
+    """Tensor axis, the embedding, one micro-batch."""
+    tp, hidden = plan.tensor_model_parallel_size, _hidden_bytes(config, plan)
+    if not plan.sequence_parallel:
+        return [Collective("tensor", "embedding", "forward", "all_reduce", tp, hidden, 1)]
+    return [
+        Collective("tensor", "embedding", "forward", "reduce_scatter", tp, hidden, 1),
+        Collective("tensor", "embedding", "backward", "all_gather", tp, hidden, 1),
+    ]
+
+
+def of_head(config: Config, plan: ParallelPlan) -> list[Collective]:
+    """Tensor axis, final norm, head and loss, one micro-batch."""
+    model, tp, hidden = config.model, plan.tensor_model_parallel_size, _hidden_bytes(config, plan)
     tokens = plan.micro_batch_size * config.data.sequence_length
-    shards = plan.tensor_model_parallel_size if plan.sequence_parallel else 1
-    hidden = tokens * config.model.hidden_size * StateBytes.of(config.precision.dtype) // shards
-    positions = tokens * INT64 if config.data.mask_documents else 0
+    loss = [
+        Collective("tensor", "loss, largest logits", "forward", "all_reduce", tp, tokens * FP32, 1),
+        Collective("tensor", "loss, sums", "forward", "all_reduce", tp, 2 * tokens * FP32, 1),
+    ]
+    if not plan.sequence_parallel:
+        return [*loss, Collective("tensor", "head", "backward", "all_reduce", tp, hidden, 1, hides=True)]
+    weight = model.hidden_size * StateBytes.of(config.precision.dtype)
+    return [
+        Collective("tensor", "head", "forward", "all_gather", tp, hidden, 1),
+        *loss,
+        Collective("tensor", "head, input again", "backward", "all_gather", tp, hidden, 1, hides=True),
+        Collective("tensor", "head", "backward", "reduce_scatter", tp, hidden, 1, hides=True),
+        Collective("tensor", "final norm", "backward", "all_reduce", tp, weight, sizes(model).norm_vectors),
+    ]
+
+
+def of_stage_ends(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[Collective]:
+    """Pipe axis, one micro-batch: activations on, gradients back, counted where they leave."""
+    pp = plan.pipeline_model_parallel_size
     last = len(plan.stage_layers) - 1
-    # The V's turn (stages pp - 1 and pp) lies on one rank.
-    turn = pp - 1 if plan.schedule == "dualpipev" else last
+    turn = pp - 1 if plan.schedule == "dualpipev" else last  # the V's stages pp - 1 and pp lie on one rank
     for stage in plan.stages_of(pp_rank):
         if stage not in (last, turn):
-            yield Collective("pipe", "activations", "forward", "send_recv", pp, hidden + positions, count)
+            sent = sent_bytes(config, plan) + _position_bytes(config, plan)
+            yield Collective("pipe", "activations", "forward", "send_recv", pp, sent, 1)
         if stage > 0 and stage - 1 != turn:
-            yield Collective("pipe", "gradients", "backward", "send_recv", pp, hidden, count)
+            yield Collective("pipe", "gradients", "backward", "send_recv", pp, sent_bytes(config, plan), 1)
 
 
-def _data(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[Collective]:
-    """Gradients summed and, with ZeRO, weights gathered; ZeRO 2 and 3 reduce at each micro-batch."""
-    model, dp, stage = config.model, plan.data_parallel_size, plan.zero_stage
-    parameters = stage_parameters(config, plan, pp_rank)
-    weights = parameters * StateBytes.of(config.precision.dtype)
-    gradients = parameters * StateBytes.of(config.precision.grad_accum_dtype)
-    count = plan.num_micro_batches
+def data_of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
+    """Data axis, one micro-batch: ZeRO 2 reduces gradients each time, ZeRO 3 gathers weights too."""
+    if plan.zero_stage < 2:
+        return []
+    weights, gradients = _parameter_bytes(config, plan, pp_rank)
+    dp = plan.data_parallel_size
+    calls = [Collective("data", "gradients", "backward", "reduce_scatter", dp, gradients, 1, hides=True)]
+    if plan.zero_stage == 3:
+        for phase in ("forward", "backward"):
+            calls.append(Collective("data", "weights", phase, "all_gather", dp, weights, 1, hides=True))
+    return calls
+
+
+def of_step(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
+    """Data axis, once a step; and the gradient of a word table that first and last stage share."""
+    weights, gradients = _parameter_bytes(config, plan, pp_rank)
+    dp, pp, stage = plan.data_parallel_size, plan.pipeline_model_parallel_size, plan.zero_stage
+    calls = []
     if stage == 0:
-        yield Collective("data", "gradients", "step", "all_reduce", dp, gradients, 1)
-    elif stage == 1:
-        yield Collective("data", "gradients", "step", "reduce_scatter", dp, gradients, 1)
-        yield Collective("data", "weights", "step", "all_gather", dp, weights, 1)
-    else:
-        yield Collective("data", "gradients", "backward", "reduce_scatter", dp, gradients, count, hides=True)
-        if stage == 2:
-            yield Collective("data", "weights", "step", "all_gather", dp, weights, 1)
-        else:
-            yield Collective("data", "weights", "forward", "all_gather", dp, weights, count, hides=True)
-            yield Collective("data", "weights again", "backward", "all_gather", dp, weights, count, hides=True)
-    pp = plan.pipeline_model_parallel_size
-    if model.tie_word_embeddings and pp > 1 and plan.schedule != "dualpipev" and pp_rank in (0, pp - 1):
-        table = plan.padded_vocab_size * model.hidden_size // plan.tensor_model_parallel_size
+        calls.append(Collective("data", "gradients", "step", "all_reduce", dp, gradients, 1))
+    if stage == 1:
+        calls.append(Collective("data", "gradients", "step", "reduce_scatter", dp, gradients, 1))
+    if stage in (1, 2):
+        calls.append(Collective("data", "weights", "step", "all_gather", dp, weights, 1))
+    if config.model.tie_word_embeddings and plan.schedule != "dualpipev" and pp > 1 and pp_rank in (0, pp - 1):
+        table = plan.padded_vocab_size * config.model.hidden_size // plan.tensor_model_parallel_size
         number_of_bytes = table * StateBytes.of(config.precision.grad_accum_dtype)
-        yield Collective("pipe", "tied table's gradient", "step", "all_reduce", 2, number_of_bytes, 1)
+        calls.append(Collective("pipe", "tied table's gradient", "step", "all_reduce", 2, number_of_bytes, 1))
+    return calls
+
+
+def sent_bytes(config: Config, plan: ParallelPlan) -> int:
+    """What one tensor rank sends to the next stage: hidden [B, S, H], under sequence parallelism [B, S/T, H]."""
+    return _hidden_bytes(config, plan) // (plan.tensor_model_parallel_size if plan.sequence_parallel else 1)
+
+
+def _hidden_bytes(config: Config, plan: ParallelPlan) -> int:
+    tokens = plan.micro_batch_size * config.data.sequence_length
+    return tokens * config.model.hidden_size * StateBytes.of(config.precision.dtype)
+
+
+def _position_bytes(config: Config, plan: ParallelPlan) -> int:
+    """Positions inside documents travel with the activations, where documents are kept apart."""
+    return plan.micro_batch_size * config.data.sequence_length * INT64 if config.data.mask_documents else 0
+
+
+def _parameter_bytes(config: Config, plan: ParallelPlan, pp_rank: int) -> tuple[int, int]:
+    """Weights and gradients of a stage on one rank, unpartitioned."""
+    parameters = stage_parameters(config, plan, pp_rank)
+    precision = config.precision
+    return parameters * StateBytes.of(precision.dtype), parameters * StateBytes.of(precision.grad_accum_dtype)
