@@ -22,7 +22,8 @@ from typing import Any
 
 from conf.schema import Config, ParallelConfig
 from parallel.communication import Collective, ledger
-from parallel.memory import Ledger, predict
+from parallel.ledger import Ledger
+from parallel.memory import predict
 from parallel.plan import ParallelPlan
 from parallel.prediction import PLANNER_VERSION, Prediction
 
@@ -91,9 +92,14 @@ def conditions(config: Config, *, world_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def memory_ledgers(ledgers: Sequence[Ledger]) -> list[dict[str, int]]:
+def memory_ledgers(ledgers: Sequence[Ledger]) -> list[dict[str, Any]]:
     """Bytes of each pipeline rank, by category and in total."""
-    return [plain(one) | {"states": one.states, "total": one.total} for one in ledgers]
+    return [
+        plain(one)
+        | {"kinds": one.kinds._asdict(), "states": one.states, "activations": round(one.activations)}
+        | {"tensors": round(one.tensors), "total": round(one.total)}
+        for one in ledgers
+    ]
 
 
 def communication(config: Config, plan: ParallelPlan, whole: Prediction | None) -> list[dict[str, dict[str, Any]]]:

@@ -70,7 +70,7 @@ class Comparison:
         ledger, bubble = self.predicted["memory"][pp_rank], self.predicted["bubble"]
         memory = {name: _pair(ledger[name], max(rank.states[name] for rank in ranks)) for name in STATES}
         memory["states"] = _pair(ledger["states"], max(sum(rank.states.values()) for rank in ranks))
-        memory["activations"] = _pair(ledger["activations"] + ledger["logits"], max(rank.activations for rank in ranks))
+        memory["activations"] = _pair(ledger["activations"], max(rank.activations for rank in ranks))
         memory["growth"] = _pair(ledger["total"], max(rank.growth_bytes for rank in ranks))
         waits = [rank.bubble for rank in ranks if rank.bubble is not None]
         found = {
