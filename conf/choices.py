@@ -14,6 +14,21 @@ class Family(str, Enum):
 Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
 
 
+# Axes of the mesh of ranks, the slowest first: ranks that differ in the last one are neighbours.
+Order = Enum(
+    "Order",
+    {
+        "pipe_data_tensor": "pipe_data_tensor",
+        "pipe_tensor_data": "pipe_tensor_data",
+        "data_pipe_tensor": "data_pipe_tensor",
+        "data_tensor_pipe": "data_tensor_pipe",
+        "tensor_pipe_data": "tensor_pipe_data",
+        "tensor_data_pipe": "tensor_data_pipe",
+    },
+    type=str,
+)
+
+
 class Recompute(str, Enum):
     none = "none"
     selective = "selective"

@@ -18,6 +18,7 @@ from conf.choices import (
     LRUnit,
     OnBadStep,
     OnSaveError,
+    Order,
     Recompute,
     Schedule,
     WandbMode,
@@ -60,6 +61,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
+    order: Order = Order["pipe_data_tensor"]  # axes of the mesh, slowest first: the last one's ranks are neighbours
     stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks

@@ -13,7 +13,7 @@ from conf.schema import Config
 from parallel import rules
 from parallel.stages import balance, boundaries, fold
 from parallel.states import stage_loads
-from parallel.topology import Topology
+from parallel.topology import AXES, Topology
 
 
 class PlanError(ValueError):
@@ -48,6 +48,7 @@ class ParallelPlan:
     recompute: str
     recompute_interval: int
     warnings: tuple[str, ...]
+    order: tuple[str, ...] = AXES  # of the mesh's axes, the slowest first
 
     @classmethod
     def from_config(cls, config: Config, world_size: int, *, device: str | None = None) -> ParallelPlan:
@@ -83,6 +84,7 @@ class ParallelPlan:
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
+            order=tuple(parallel.order.value.split("_")),
         )
 
     @property
@@ -96,8 +98,9 @@ class ParallelPlan:
     @property
     def topology(self) -> Topology:
         return Topology(
-            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size
-        )
+            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size,
+            order=self.order,
+        )  # fmt: skip
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """(pipeline, data, tensor) ranks of a global rank."""
@@ -118,10 +121,10 @@ class ParallelPlan:
         return self.global_batch_size_at(samples_seen) // (self.micro_batch_size * self.data_parallel_size)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Indices into `stage_layers` of what a pipeline rank holds; dualpipev: pp_rank and 2 pp - 1 - pp_rank."""
+        """Indices into `stage_layers` of what a pipeline rank holds: dualpipev pp_rank and 2 pp - 1 - pp_rank."""
         if self.schedule == "dualpipev":
             return pp_rank, 2 * self.pipeline_model_parallel_size - 1 - pp_rank
-        return (pp_rank,)
+        return tuple(range(pp_rank, len(self.stage_layers), self.pipeline_model_parallel_size))
 
     @property
     def bubble(self) -> float:
