@@ -13,9 +13,10 @@ from conf.knobs import CONF
 from conf.schema import Config
 from engine.device import Device
 from parallel.plan import ParallelPlan
-from parallel.prediction import predict_run
-from parallel.profile import Profile, conditions, plain, predicted, read_record, software
+from parallel.prediction import Prediction, predict_run
+from parallel.profile import Profile, read_record
 from parallel.promotion import standing
+from parallel.record import conditions, plain, predicted, software
 from telemetry.prediction_table import Comparison, RankMeasurement, StepMeasurement
 
 PROFILES = CONF / "parallel"
@@ -46,10 +47,7 @@ class Expected:
 
 def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
     """For rank 0; reads the profile's record."""
-    try:
-        whole, reason = predict_run(config, plan, device=device.kind), None
-    except ValueError as error:  # nobody measured this cluster: bytes alone are predicted
-        whole, reason = None, str(error)
+    whole, reason = _whole(config, plan, device)
     try:
         record = read_record(config.parallel.name, PROFILES)
         stands = standing(record, config, software(), world_size=plan.world_size, device=device.name)
@@ -68,3 +66,13 @@ def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
             "memory_limit": limit,
         },
     )
+
+
+def _whole(config: Config, plan: ParallelPlan, device: Device) -> tuple[Prediction | None, str | None]:
+    """The prediction, or why bytes alone are predicted."""
+    if plan.batch_ramp_up is not None:
+        return None, f"train.batch_ramp_up={list(plan.batch_ramp_up)} begins with smaller batches than the plan's"
+    try:
+        return predict_run(config, plan, device=device.kind), None
+    except ValueError as error:  # nobody measured this cluster
+        return None, str(error)

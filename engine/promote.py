@@ -18,8 +18,7 @@ from conf.schema import Config
 from engine.ladder import Ladder, Result, as_kept, as_rows, read_run
 from parallel.hardware import device_count, device_kind
 from parallel.plan import ParallelPlan
-from parallel.prediction import Prediction, predict_run
-from parallel.profile import Profile, conditions, new_record, plain, read_record, record_path, software, write_record
+from parallel.profile import Profile, new_record, prediction_or_none, read_record, record_path, write_record
 from parallel.promotion import (
     Failure,
     here,
@@ -31,6 +30,7 @@ from parallel.promotion import (
     status,
     time_failures,
 )
+from parallel.record import conditions, plain, software
 from parallel.rungs import BASELINE, COMPOSED, Rung, composed, rungs
 from telemetry.run_folder import git_commit, new_run_id, utc_now
 
@@ -59,7 +59,7 @@ class Promotion:
             raise ValueError(f"profile={name} is no file of {folders[-1]}; its name and its file's must be the same")
         config = composed(config, plan.world_size)
         record = read_record(name, folder) or new_record(
-            config, plan, _prediction(config, plan), device=kind, git_commit=git_commit()
+            config, plan, prediction_or_none(config, plan, device=kind), device=kind, git_commit=git_commit()
         )
         if record["profile"]["hash"] != Profile.of(config.parallel).hash:
             raise ValueError(
@@ -154,13 +154,6 @@ class Promotion:
         now = here(self.config, world_size=self.plan.world_size, device=None, software=software())
         ladders = [one for one in observations_of(self.record, now) if one["kind"] == "ladder"]
         return ladders[-1] if ladders else None
-
-
-def _prediction(config: Config, plan: ParallelPlan) -> Prediction | None:
-    try:
-        return predict_run(config, plan)
-    except ValueError:  # nobody measured this cluster: the record has bytes alone
-        return None
 
 
 def _require_devices(ranks: int, name: str) -> None:

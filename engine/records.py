@@ -132,8 +132,9 @@ class RunRecords:
             "config": self.folder / "config.json",
             "plan": self.folder / "plan.json",
             "metrics": self.folder / "metrics.jsonl",
-            "prediction": self.folder / "prediction.json",
         }
+        if self.is_compared:
+            files["prediction"] = self.folder / "prediction.json"
         if (self.folder / "checkpoints").is_dir():
             files["checkpoints"] = self.folder / "checkpoints"
         if self.session.config.telemetry.plot:

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from conf.schema import Config, ParallelConfig
-from parallel.communication import Collective, ledger
-from parallel.ledger import Ledger
-from parallel.memory import predict
 from parallel.plan import ParallelPlan
-from parallel.prediction import PLANNER_VERSION, Prediction
+from parallel.prediction import PLANNER_VERSION, Prediction, predict_run
+from parallel.record import conditions, config_of, plain, predicted, software
 
 PREDICTED_ONLY = "predicted only"
 LABELS = ("name", "version")  # of a profile: they split nothing
@@ -56,89 +52,6 @@ def profile_hash(parallel: ParallelConfig) -> str:
     return sha256(json.dumps(determined(parallel), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def plain(value: Any) -> Any:
-    """A dataclass as JSON has it."""
-    return json.loads(json.dumps(asdict(value)))
-
-
-def software() -> dict[str, str]:
-    """Versions that decide what a plan costs here; a package that is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "deepspeed"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def conditions(config: Config, *, world_size: int) -> dict[str, Any]:
-    """What a prediction or an observation holds for, beside device and software: model, cluster, batch, formats."""
-    cluster = config.cluster
-    return {
-        "model": plain(config.model),
-        "cluster": {
-            "name": cluster.name, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node,
-            "memory_per_device": cluster.memory_per_device, "ranks": world_size,
-        },
-        "batch": {
-            "micro_batch_size": config.train.micro_batch_size, "global_batch_size": config.train.global_batch_size,
-            "sequence_length": config.data.sequence_length, "mask_documents": config.data.mask_documents,
-        },
-        "precision": {
-            "dtype": config.precision.dtype.value, "grad_accum_dtype": config.precision.grad_accum_dtype.value
-        },
-        "zero": plain(config.zero),
-    }  # fmt: skip
-
-
-def memory_ledgers(ledgers: Sequence[Ledger]) -> list[dict[str, Any]]:
-    """Bytes of each pipeline rank, by category and in total."""
-    return [
-        plain(one)
-        | {"kinds": one.kinds._asdict(), "states": one.states, "activations": round(one.activations)}
-        | {"tensors": round(one.tensors), "total": round(one.total)}
-        for one in ledgers
-    ]
-
-
-def communication(config: Config, plan: ParallelPlan, whole: Prediction | None) -> list[dict[str, dict[str, Any]]]:
-    """Of each pipeline rank and step, by axis: bytes, calls and, where links are known, seconds, hidden or not."""
-    priced: list[list[tuple[Collective, float | None]]]
-    if whole is None:
-        priced = [
-            [(one, None) for one in ledger(config, plan, pp_rank)]
-            for pp_rank in range(plan.pipeline_model_parallel_size)
-        ]
-    else:
-        priced = [[(one.collective, one.seconds) for one in calls] for calls in whole.collectives]
-    return [_by_axis(calls) for calls in priced]
-
-
-def _by_axis(priced: Sequence[tuple[Collective, float | None]]) -> dict[str, dict[str, Any]]:
-    axes: dict[str, dict[str, Any]] = {}
-    for collective, seconds in priced:
-        axis = axes.setdefault(collective.axis, {"bytes": 0, "calls": 0, "seconds": None})
-        axis["bytes"] += collective.total_bytes
-        axis["calls"] += collective.calls
-        if seconds is not None:
-            axis["seconds"] = (axis["seconds"] or 0.0) + seconds
-    return axes
-
-
-def predicted(config: Config, plan: ParallelPlan, prediction: Prediction | None, *, device: str) -> dict[str, Any]:
-    """What a record keeps of a prediction; without one (a cluster that nobody measured) bytes alone."""
-    ledgers = predict(config, plan, device=device) if prediction is None else prediction.ledgers
-    found: dict[str, Any] = {
-        "device": device,
-        "memory": memory_ledgers(ledgers),
-        "communication": communication(config, plan, prediction),
-    }
-    names = ("step_s", "bubble", "imbalance", "tokens_per_s", "tokens_per_s_per_device", "mfu", "hfu", "seconds")
-    times = {name: None if prediction is None else getattr(prediction, name) for name in names}
-    return found | {name: list(value) if isinstance(value, tuple) else value for name, value in times.items()}
-
-
 def new_record(
     config: Config, plan: ParallelPlan, prediction: Prediction | None, *, device: str, git_commit: str | None
 ) -> dict[str, Any]:
@@ -153,10 +66,29 @@ def new_record(
             "software": software(),
         },
         "conditions": conditions(config, world_size=plan.world_size),
+        "parallel": plain(config.parallel),
+        "cluster": plain(config.cluster),
         "predicted": predicted(config, plan, prediction, device=device),
         "replaces": None,
         "observations": [],
     }
+
+
+def renewed(record: Mapping[str, Any], *, git_commit: str | None) -> dict[str, Any]:
+    """The same record as this planner predicts it; what was observed stays."""
+    config, device = config_of(record), record["predicted"]["device"]
+    plan = ParallelPlan.from_config(config, record["conditions"]["cluster"]["ranks"], device=device)
+    whole = prediction_or_none(config, plan, device=device)
+    kept = {name: record[name] for name in ("status", "replaces", "observations")}
+    return new_record(config, plan, whole, device=device, git_commit=git_commit) | kept
+
+
+def prediction_or_none(config: Config, plan: ParallelPlan, *, device: str) -> Prediction | None:
+    """None where the cluster has no measured links and rates: a record then has bytes alone."""
+    try:
+        return predict_run(config, plan, device=device)
+    except ValueError:
+        return None
 
 
 def write_profile(

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.schema import Config
-from parallel.profile import PREDICTED_ONLY, Profile, conditions, determined
+from parallel.profile import PREDICTED_ONLY, Profile, determined
+from parallel.record import conditions
 
 PROMOTED = "promoted"
 UNNAMED = ("name",)  # of a model: a label
@@ -125,7 +126,7 @@ def standing(
 ) -> str:
     """ "promoted", "predicted only" (and why not promoted), or "not observed here: ... differs (...)".
 
-    versions: `parallel.profile.software()`, None where the plan is made for another machine; device: its product name.
+    versions: `parallel.record.software()`, None where the plan is made for another machine; device: its product name.
     """
     if record is None:
         return f"{PREDICTED_ONLY}: profile {config.parallel.name} has no record"

@@ -13,7 +13,7 @@ from typing import Any
 
 from conf.schema import Config, ParallelConfig
 from parallel import rules
-from parallel.profile import plain
+from parallel.record import plain
 
 BASELINE = "one device"
 COMPOSED = "composed"

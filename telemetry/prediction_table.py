@@ -2,7 +2,7 @@
 
 Values in, values and text out. Of the ranks of a pipeline stage the one that holds most counts for memory, their mean
 for times. A bubble is the share of a step that a stage waits for other stages, transfers included. Not here: measuring
-(`engine.first_steps`) and predicting (`parallel.profile.predicted` is what is taken).
+(`engine.first_steps`) and predicting (`parallel.record.predicted` is what is taken).
 """
 
 from __future__ import annotations
