@@ -59,6 +59,7 @@ RANGES: dict[Range, str] = {
         cluster.rates.memory_bandwidth
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
+        probe.smallest_message probe.largest_message probe.trials probe.trial_s
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
@@ -94,6 +95,11 @@ def typed(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([" ".join(str(error).split())]) from None
     assert isinstance(config, Config)
+    stages = config.parallel.stages
+    if not (
+        stages is None or stages == "profile" or (isinstance(stages, list) and all(type(n) is int for n in stages))
+    ):
+        raise ConfigError([f"parallel.stages={stages} is not a way to cut; use null, profile, or a list such as [3,5]"])
     return config
 
 
@@ -158,7 +164,7 @@ def to_plain(value: Any) -> Any:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "benchmark", "checkpoint", "resume")
+    aside = ("run", "telemetry", "benchmark", "probe", "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

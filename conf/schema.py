@@ -11,57 +11,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Optional
 
-
-class Family(str, Enum):
-    gpt2 = "gpt2"
-    llama = "llama"
-
-
-# Members go by the name that is typed, and "1f1b" is no Python name.
+# Members go by the name that is typed, and "1f1b" and "continue" are no Python names.
+Family = Enum("Family", {"gpt2": "gpt2", "llama": "llama"}, type=str)
 Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
-
-
-class Recompute(str, Enum):
-    none = "none"
-    selective = "selective"
-    full = "full"
-
-
-class DType(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class LRSchedule(str, Enum):
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-    wsd = "wsd"
-
-
-class LRUnit(str, Enum):
-    steps = "steps"
-    tokens = "tokens"
-
-
-class BadLine(str, Enum):
-    fail = "fail"
-    skip = "skip"
-
-
-class OnBadStep(str, Enum):
-    skip = "skip"
-    rollback = "rollback"
-
-
+Recompute = Enum("Recompute", {"none": "none", "selective": "selective", "full": "full"}, type=str)
+DType = Enum("DType", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}, type=str)
+LRSchedule = Enum(
+    "LRSchedule", {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, type=str
+)
+LRUnit = Enum("LRUnit", {"steps": "steps", "tokens": "tokens"}, type=str)
+BadLine = Enum("BadLine", {"fail": "fail", "skip": "skip"}, type=str)
+OnBadStep = Enum("OnBadStep", {"skip": "skip", "rollback": "rollback"}, type=str)
 OnSaveError = Enum("OnSaveError", {"continue": "continue", "stop": "stop"}, type=str)
-
-
-class WandbMode(str, Enum):
-    offline = "offline"
-    online = "online"
-    disabled = "disabled"
+WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online", "disabled": "disabled"}, type=str)
 
 
 @dataclass
@@ -100,7 +62,9 @@ class ParallelConfig:
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
-    stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
+    stages: Any = (
+        None  # null: balanced by predicted FLOPs; profile: by measured times; [3, 5]: blocks per stage by hand
+    )
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
 
@@ -289,6 +253,18 @@ class BenchmarkConfig:
 
 
 @dataclass
+class ProbeConfig:
+    """What recipes/probe.py measures, on the axes, in the dtype and the matrix shapes of the rest of the config."""
+
+    write: Optional[str] = None  # cluster file to write: a name in conf/cluster/, or a path with a slash; null: none
+    overwrite: bool = False  # replace that file if it is there
+    smallest_message: int = 4096  # bytes of the smallest collective
+    largest_message: Optional[int] = None  # bytes of the largest collective; null: 64 MiB on CPU, 1 GiB on GPU
+    trials: int = 5  # timed repetitions of each collective and kernel, of which the median counts
+    trial_s: float = 0.02  # a repetition makes calls for about so many seconds
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -302,6 +278,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

@@ -53,6 +53,17 @@ class Device:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
 
+    def total_memory_bytes(self) -> int:
+        """Of the accelerator, or of the machine, which all ranks on it share."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_properties(self.torch_device).total_memory
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    @property
+    def threads(self) -> int | None:
+        """Threads that a rank computes with; None on an accelerator."""
+        return None if self.kind == "cuda" else torch.get_num_threads()
+
     def peak_memory_bytes(self) -> int:
         """Largest memory_bytes() so far in this process."""
         if self.kind == "cuda":
