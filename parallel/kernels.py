@@ -72,7 +72,7 @@ class Software:
 
 
 @dataclass(frozen=True)
-class Pass:
+class LayerSeconds:
     """Seconds of one micro-batch through one layer on one tensor rank, communication excluded."""
 
     forward_s: float
@@ -85,7 +85,7 @@ class Pass:
         return self.forward_s + self.backward_s + self.again_s
 
 
-def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> Pass:
+def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> LayerSeconds:
     """One transformer block."""
     model, s, tp = config.model, sizes(config.model), plan.tensor_model_parallel_size
     tokens, element = _tokens(config, plan), StateBytes.of(config.precision.dtype)
@@ -107,7 +107,7 @@ def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     pointwise = rates.pointwise_s(moved, kernels=8)
     forward = matrices + core + pointwise
     again = {"none": 0.0, "selective": core, "full": forward}[plan.recompute]
-    return Pass(forward, 2 * matrices + core_backward + 2 * pointwise, again, matrices)
+    return LayerSeconds(forward, 2 * matrices + core_backward + 2 * pointwise, again, matrices)
 
 
 def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> tuple[float, float]:
@@ -128,20 +128,20 @@ def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     )
 
 
-def embedding_pass(config: Config, plan: ParallelPlan, rates: Rates) -> Pass:
+def embedding_pass(config: Config, plan: ParallelPlan, rates: Rates) -> LayerSeconds:
     """The look-up reads and writes one hidden vector a token; backward adds it to the table's gradient."""
     moved = 3 * _tokens(config, plan) * config.model.hidden_size * StateBytes.of(config.precision.dtype)
     once = rates.pointwise_s(moved)
-    return Pass(once, 2 * once)
+    return LayerSeconds(once, 2 * once)
 
 
-def head_pass(config: Config, plan: ParallelPlan, rates: Rates) -> Pass:
+def head_pass(config: Config, plan: ParallelPlan, rates: Rates) -> LayerSeconds:
     """Final norm, logits [B, S, V/T] and loss."""
     tokens, element = _tokens(config, plan), StateBytes.of(config.precision.dtype)
     vocab = plan.padded_vocab_size / plan.tensor_model_parallel_size
     product = rates.matrix_s(tokens, config.model.hidden_size, vocab, element=element)
     loss = rates.pointwise_s(LOSS_BYTES * tokens * vocab, kernels=4)
-    return Pass(product + loss, 2 * product, 0.0, product)
+    return LayerSeconds(product + loss, 2 * product, 0.0, product)
 
 
 def optimizer_s(parameters: float, config: Config, plan: ParallelPlan, rates: Rates) -> float:

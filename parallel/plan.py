@@ -118,10 +118,10 @@ class ParallelPlan:
         return self.global_batch_size_at(samples_seen) // (self.micro_batch_size * self.data_parallel_size)
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Indices into `stage_layers` of what a pipeline rank holds; dualpipev: pp_rank and 2 pp - 1 - pp_rank."""
+        """Indices into `stage_layers` of what a pipeline rank holds: dualpipev pp_rank and 2 pp - 1 - pp_rank."""
         if self.schedule == "dualpipev":
             return pp_rank, 2 * self.pipeline_model_parallel_size - 1 - pp_rank
-        return (pp_rank,)
+        return tuple(range(pp_rank, len(self.stage_layers), self.pipeline_model_parallel_size))
 
     @property
     def bubble(self) -> float:

@@ -20,7 +20,8 @@ from parallel.communication import (
     of_step,
     sent_bytes,
 )
-from parallel.kernels import Pass, Rates, Software, block_pass, embedding_pass, head_pass, optimizer_s
+from parallel.instructions import rank_of
+from parallel.kernels import LayerSeconds, Rates, Software, block_pass, embedding_pass, head_pass, optimizer_s
 from parallel.links import Fabric
 from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
@@ -30,7 +31,7 @@ from parallel.plan import ParallelPlan
 class LayerTime:
     """One micro-batch through one kind of layer: computation, and exposed communication of the tensor axis."""
 
-    compute: Pass
+    compute: LayerSeconds
     tensor_forward_s: float
     tensor_backward_s: float  # recomputation's included
 
@@ -103,7 +104,7 @@ class LayerTimes:
             gather_s=self._seconds(call for call in calls if call.what == "weights"),
         )
 
-    def _layer(self, compute: Pass, calls: Sequence[Collective]) -> LayerTime:
+    def _layer(self, compute: LayerSeconds, calls: Sequence[Collective]) -> LayerTime:
         exposed = {
             phase: self._seconds(call for call in calls if call.phase == phase and not call.hides)
             for phase in ("forward", "backward", "again")
@@ -149,7 +150,7 @@ def stage_times(times: LayerTimes) -> list[StageTime]:
         kind = (min(end, last - 1) - max(first, 1), first == 0, end == last + 1)
         if kind not in known:
             blocks, embedding, head = kind
-            pp_rank = min(index, plan.pipeline_model_parallel_size - 1)
+            pp_rank = rank_of(plan.schedule, index, ranks=plan.pipeline_model_parallel_size)
             known[kind] = times.stage(blocks, embedding=embedding, head=head, pp_rank=pp_rank)
         stages.append(known[kind])
     return stages
