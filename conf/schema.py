@@ -62,9 +62,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
-    stages: Any = (
-        None  # null: balanced by predicted FLOPs; profile: by measured times; [3, 5]: blocks per stage by hand
-    )
+    stages: Any = None  # null: balanced by FLOPs; profile: by measured times; [3, 5]: blocks per stage, by hand
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
 

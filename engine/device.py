@@ -70,6 +70,14 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def release_freed_memory(self) -> None:
+        """Hand back what freed tensors left, so that memory measured from now on is that of what follows."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        elif platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
+
 
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory instead of handing it back, for CPU training.

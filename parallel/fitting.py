@@ -1,9 +1,9 @@
 """Fits of times: seconds = sum of terms x coefficients that cannot be negative, with the least relative errors.
 
 Relative, because a model of speed must hold for microseconds as for seconds. The error of a fitted f for a measured m
-is f/m + m/f - 2, about ((f - m)/m)^2 but alike for twice and half (least squares relative to m alone fits scattered ones
-too low). It is convex, and reached by least squares with weights (f + m) / (m f^2), f from the round before, since its
-gradient is theirs. With two or three terms every subset is solved and the best one without a negative coefficient
+is f/m + m/f - 2, about ((f - m)/m)^2 but alike for twice and half; least squares relative to m alone fits scattered
+times too low. It is convex, and reached by least squares with weights (f + m) / (m f^2), f from the round before, since
+its gradient is theirs. With two or three terms every subset is solved and the best one without a negative coefficient
 kept: exact non-negative least squares. Pure Python.
 """
 
