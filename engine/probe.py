@@ -76,7 +76,10 @@ class Findings:
 
 
 def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Callable[[str], None]) -> Findings:
-    """Measure everything. Called on all ranks alike, in a process group of the plan's world."""
+    """Measure everything. Called on all ranks alike, in a process group of the plan's world.
+
+    Raises ValueError, on all ranks, where the sizes asked for do not determine a link.
+    """
     chosen, dtype = config.probe, DTYPES[config.precision.dtype]
     hosts = gather(socket.gethostname())
     sizes = message_sizes(chosen.smallest_message, chosen.largest_message or LARGEST_MESSAGE[device.kind])
@@ -97,7 +100,7 @@ def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Cal
         threads=device.threads,
         hosts=tuple(hosts),
         memory_per_device=device.total_memory_bytes() // (1 if device.kind == "cuda" else hosts.count(hosts[0])),
-        peak_flops=peak_flops(device.name, config.precision.dtype.value),
+        peak_flops=cluster.peak_flops or peak_flops(device.name, config.precision.dtype.value),
         intra_node=_fitted(
             [one for one in samples if one.spread.nodes == 1],
             cluster.intra_node.name or ("loopback" if device.kind == "cpu" else "intra_node"),

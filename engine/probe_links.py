@@ -51,7 +51,12 @@ def worst_spread(lines: Lines, hosts: Sequence[str]) -> Spread:
 
 
 def message_sizes(smallest: int, largest: int) -> list[int]:
-    """Bytes from smallest to largest, each four times the one before."""
+    """Bytes from smallest to largest, each four times the one before; ValueError where they are fewer than three."""
+    if largest < 16 * smallest:
+        raise ValueError(
+            f"probe.largest_message={largest} leaves too few sizes above probe.smallest_message={smallest}; "
+            f"use at least {16 * smallest}"
+        )
     sizes = [smallest]
     while sizes[-1] * 4 <= largest:
         sizes.append(sizes[-1] * 4)

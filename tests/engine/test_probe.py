@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from conf.cli import compose_config
 from conf.load import range_problems
-from conf.schema import ProbeConfig
-from engine.probe_file import target
+from conf.schema import Config, ProbeConfig
+from engine.device import this_device
+from engine.distributed import start
+from engine.probe import measure
+from engine.probe_file import as_yaml, target
 from engine.probe_links import lines_to_measure, message_sizes, worst_spread
 from engine.probe_rates import matrix_shapes
 from parallel.links import Fabric
@@ -19,6 +26,7 @@ from parallel.plan import ParallelPlan
 from parallel.topology import Spread, Topology
 from tests.engine.cases import tiny_config
 from tests.engine.launched import BIN, LOCAL, ROOT, finish
+from tests.ranks import run_ranks
 
 QUICK = ["probe.trials=2", "probe.trial_s=0.001", "probe.largest_message=4194304", "data.sequence_length=32"]
 PROBE = str(ROOT / "recipes" / "probe.py")
@@ -46,6 +54,8 @@ def test_the_spread_is_that_of_the_line_that_lies_worst():
 
 def test_sizes_go_from_smallest_to_largest_in_fours():
     assert message_sizes(4096, 1 << 20) == [4096, 16384, 65536, 262144, 1048576]
+    with pytest.raises(ValueError, match=r"probe\.largest_message=4096 leaves too few sizes .* use at least 65536"):
+        message_sizes(4096, 4096)
 
 
 def test_matrix_shapes_are_those_of_the_models_blocks_at_each_tensor_degree():
@@ -85,6 +95,27 @@ def test_two_ranks_measure_fit_print_and_write_a_cluster_that_plans(tmp_path: Pa
     assert fabric.inter_node is None and fabric.seconds("all_reduce", 1e6, topology=plan.topology, axis="tensor") > 0
     rates = config.cluster.rates
     assert min(rates.matrix_flops, rates.operand_bandwidth, rates.attention_flops, rates.memory_bandwidth) > 0
+
+
+def cluster_of_two_hosts(config: Config) -> str:
+    """The YAML of ranks that each take themselves to be on a host of their own."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", DS_ACCELERATOR="cpu")
+    socket.gethostname = lambda: f"host{rank}"
+    device = this_device()
+    start(device, timeout_s=60)
+    plan = ParallelPlan.from_config(config, 2)
+    return as_yaml(measure(config, plan, device=device, progress=lambda message: None), name="hosts")
+
+
+def test_ranks_on_two_hosts_measure_the_link_between_nodes():
+    config = tiny_config(probe__trials=2, probe__trial_s=0.001, probe__largest_message=4 << 20)
+    first, second = run_ranks(2, cluster_of_two_hosts, config)
+    written = yaml.safe_load(first)
+    assert first == second and (written["nodes"], written["devices_per_node"]) == (2, 1)
+    assert "intra_node" not in written and set(written["inter_node"]) == {"name", "bandwidth", "latency_s"}
+    assert "# intra_node: not measured, one rank a host ran" in first
 
 
 def test_one_rank_writes_rates_and_says_that_it_has_no_links(tmp_path: Path):
