@@ -16,6 +16,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ from conf.help import page
 from conf.knobs import CONF, options
 from conf.load import ConfigError, range_problems, typed
 from conf.schema import Config
-from parallel import rules
+from parallel import placement, rules
 from parallel.hardware import device_kind
 from parallel.plan import ParallelPlan
 
@@ -134,7 +135,8 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     share_cores(device)
-    return entry(config, ParallelPlan.from_config(config, world_size, device=device)) or 0
+    plan = ParallelPlan.from_config(config, world_size, device=device)
+    return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
 
 def share_cores(device: str) -> None:

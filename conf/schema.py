@@ -14,6 +14,19 @@ from typing import Any, Optional
 # Members go by the name that is typed, and "1f1b" and "continue" are no Python names.
 Family = Enum("Family", {"gpt2": "gpt2", "llama": "llama"}, type=str)
 Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
+# Axes of the mesh of ranks, the slowest first: ranks that differ in the last one are neighbours.
+Order = Enum(
+    "Order",
+    {
+        "pipe_data_tensor": "pipe_data_tensor",
+        "pipe_tensor_data": "pipe_tensor_data",
+        "data_pipe_tensor": "data_pipe_tensor",
+        "data_tensor_pipe": "data_tensor_pipe",
+        "tensor_pipe_data": "tensor_pipe_data",
+        "tensor_data_pipe": "tensor_data_pipe",
+    },
+    type=str,
+)
 Recompute = Enum("Recompute", {"none": "none", "selective": "selective", "full": "full"}, type=str)
 DType = Enum("DType", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}, type=str)
 LRSchedule = Enum(
@@ -62,6 +75,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline-parallel degree: stages
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
+    order: Order = Order["pipe_data_tensor"]  # axes of the mesh, slowest first: the last one's ranks are neighbours
     stages: Any = None  # null: balanced by FLOPs; profile: by measured times; [3, 5]: blocks per stage, by hand
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks

@@ -18,7 +18,7 @@ from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import PipelineModule
 from deepspeed.pipe import TiedLayerSpec as DeepSpeedTiedLayerSpec
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from conf.schema import Config, DType
 from corpus.batches import Batch
@@ -70,11 +70,8 @@ class PlannedPipeline(PipelineModule):
     def __init__(self, specs: Sequence[LayerSpec], *, plan: ParallelPlan, streams: RandomStreams, loss_fn: TokenLoss):
         self.plan = plan
         self.streams = streams
-        topology = PipeModelDataParallelTopology(
-            num_pp=plan.pipeline_model_parallel_size,
-            num_mp=plan.tensor_model_parallel_size,
-            num_dp=plan.data_parallel_size,
-        )
+        axes = [("model" if axis == "tensor" else axis) for axis in plan.order]  # DeepSpeed's name for it
+        topology = ProcessTopology(axes=axes, dims=[plan.topology.size(axis) for axis in plan.order])
         layers = [_TiedLayer(spec) if spec.tied_key else _Layer(spec) for spec in specs]
         super().__init__(layers=layers, topology=topology, loss_fn=loss_fn, partition_method="uniform")
 
@@ -191,7 +188,7 @@ class PipelineTrainer:
     def loss_rank(self) -> int:
         """Global rank of the first tensor rank on this data rank's loss stage."""
         stage = 0 if self.plan.schedule == "dualpipev" else self.groups.pipeline.size - 1
-        return stage * self.plan.data_parallel_size * self.plan.tensor_model_parallel_size
+        return self.plan.topology.rank(pp=stage, dp=0, tp=0)
 
     def set_num_micro_batches(self, count: int) -> None:
         """Change the number of micro-batches from the next step on (batch ramp-up); on every rank alike."""

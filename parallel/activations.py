@@ -1,9 +1,10 @@
-"""Bytes of activations that one micro-batch leaves for backward on one rank, tensor by tensor.
+"""Bytes of activations that one micro-batch leaves for backward on one rank, tensor by tensor and by kind of layer.
 
 arXiv:2205.05198 adapted to the blocks of `model/`: attention is fused (no S x S scores are kept, but each head's
 log-sum-exp), SwiGLU and GELU keep their inputs. For GPT-2 in 16 bit with dropout on a GPU the sum is the paper's
-34 s b h a block, its 5 a s^2 b being what the fused kernel saves. Where CPU kernels keep more, that is counted.
-Not here: how many micro-batches are in flight and what the states weigh (`parallel.memory`).
+34 s b h a block, its 5 a s^2 b being what the fused kernel saves (`fused_attention=False` counts them). Where CPU
+kernels keep more, that is counted. Not here: how many micro-batches are in flight and what the states weigh
+(`parallel.memory`); the paper's own formulas (`parallel.activation_formulas`).
 
 T tensor ranks: what lies inside the split layers is 1/T on each, the rest whole, or 1/T under sequence parallelism.
 """
@@ -11,11 +12,69 @@ T tensor ranks: what lies inside the split layers is 1/T on each, the rest whole
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from conf.schema import Config, DType
 from parallel.sizes import sizes
 
-FP32 = 4
+FP32, INT64, BOOL = 4, 8, 1
+QUERIES_PER_BLOCK = 64  # of the CPU's attention (model.blocked_attention)
+
+
+class Kinds(NamedTuple):
+    """Bytes by kind of layer. `block_inputs`: what full recomputation starts from; `context`: masks and rotary tables,
+    which the blocks of a stage share."""
+
+    attention: float = 0
+    mlp: float = 0
+    norms: float = 0
+    dropout: float = 0
+    block_inputs: float = 0
+    embedding: float = 0
+    context: float = 0
+    head: float = 0
+    loss: float = 0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one micro-batch leaves on a rank; `block` with parallel.recompute=none, or selective's smaller one."""
+
+    block: Kinds
+    hidden: float  # one tensor [B, S, H] (sequence parallel: [B, S/T, H])
+    embedding: float
+    context: float
+    final_norm: float
+    head: float
+    loss: float
+    logits: float  # logits, the loss's buffer and the gradient's copy, at most at once
+    gradients: float  # of activations, alive at once in a block's backward
+    tables: float  # cosines and sines, held once by a rank
+    recompute_interval: int  # 0: not full
+
+    def stage(self, num_blocks: int, first: bool, last: bool) -> Kinds:
+        """Kept by a stage: so many blocks, the embedding where it is `first`, norm, head and loss where `last`."""
+        norms = self.final_norm if last else 0
+        ends = Kinds(
+            embedding=self.embedding if first else 0,
+            context=self.context,
+            head=self.head if last else 0,
+            loss=self.loss if last else 0,
+        )
+        if self.recompute_interval:
+            segments = -(-num_blocks // self.recompute_interval)
+            return ends._replace(norms=norms, block_inputs=segments * self.hidden)
+        block = self.block
+        return ends._replace(
+            attention=num_blocks * block.attention,
+            mlp=num_blocks * block.mlp,
+            norms=num_blocks * block.norms + norms,
+            dropout=num_blocks * block.dropout,
+        )
+
+    def recomputed(self, num_blocks: int) -> float:
+        """Built again in backward and alive once at a time: full recomputation's blocks of one interval."""
+        return min(self.recompute_interval, num_blocks) * sum(self.block)
 
 
 @dataclass(frozen=True)
@@ -23,28 +82,57 @@ class Setting:
     """What the bytes depend on, on one rank. `tokens`: of a micro-batch; `element`: bytes of a value."""
 
     tokens: int
+    length: int
     element: int
     tp: int
     shards: int  # tp where activations between the split layers are sharded over the sequence, else 1
-    fused_norm: bool  # CPU has no fused RMSNorm for 16 bit
-    mask_bytes: int  # of one element of a dropout mask
+    cpu: bool
 
     @property
     def hidden_tokens(self) -> float:
         return self.tokens / self.shards
 
+    @property
+    def mask_element(self) -> int:
+        """Of a dropout mask: CUDA's fused kernel keeps a byte a value, the CPU's a factor."""
+        return self.element if self.cpu else BOOL
+
 
 def setting(config: Config, *, device: str) -> Setting:
     """`device`: "cpu" or "cuda"."""
-    element = FP32 if config.precision.dtype is DType.fp32 else 2
     tp = config.parallel.tp
     return Setting(
         tokens=config.train.micro_batch_size * config.data.sequence_length,
-        element=element,
+        length=config.data.sequence_length,
+        element=FP32 if config.precision.dtype is DType.fp32 else 2,
         tp=tp,
         shards=tp if config.parallel.sequence_parallel else 1,
-        fused_norm=device != "cpu",
-        mask_bytes=element if device == "cpu" else 1,
+        cpu=device == "cpu",
+    )
+
+
+def micro_batch(config: Config, *, padded_vocab_size: int, device: str, fused_attention: bool = True) -> MicroBatch:
+    """Of the config's micro-batch; `fused_attention=False`: a stack that keeps scores, as the papers' did."""
+    model, s = config.model, setting(config, device=device)
+    hidden = s.hidden_tokens * model.hidden_size * s.element
+    masks = s.hidden_tokens * model.hidden_size * s.mask_element if model.hidden_dropout else 0.0
+    norm = norm_bytes(config, device=device)
+    vocabulary = s.tokens * padded_vocab_size / s.tp
+    # In forward: fp32 exponentials; a token's sum, label and two flags (model.tensor_parallel.cross_entropy).
+    loss = vocabulary * FP32 + s.tokens * (2 * FP32 + INT64 + 2 * BOOL) + FP32
+    copies = s.element + (0 if s.element == FP32 else s.element)  # the logits, and the gradient in 16 bit
+    return MicroBatch(
+        block=_block(config, s, norm, 2 * masks, fused_attention),
+        hidden=hidden,
+        embedding=_ids_bytes(config, s) + masks,
+        context=_context_bytes(config, s),
+        final_norm=norm,
+        head=hidden,
+        loss=loss,
+        logits=vocabulary * copies + loss,
+        gradients=_gradients_bytes(config, s),
+        tables=_tables_bytes(config, s),
+        recompute_interval=config.parallel.recompute_interval if config.parallel.recompute.value == "full" else 0,
     )
 
 
@@ -55,86 +143,102 @@ def hidden_bytes(config: Config, *, device: str) -> float:
 
 
 def norm_bytes(config: Config, *, device: str) -> float:
-    """What a norm keeps: its input and one or two numbers a token in fp32."""
+    """What a norm keeps: its input and one or two numbers a token, in fp32 (LayerNorm on a CPU: the input's type)."""
     s, hidden = setting(config, device=device), config.model.hidden_size
     if sizes(config.model).norm_vectors == 2:  # LayerNorm: mean and 1 / std
-        return s.hidden_tokens * (hidden * s.element + 2 * FP32)
-    if s.element == FP32 or s.fused_norm:
+        return s.hidden_tokens * (hidden * s.element + 2 * (s.element if s.cpu else FP32))
+    if s.element == FP32 or not s.cpu:
         return s.hidden_tokens * (hidden * s.element + FP32)
     return s.hidden_tokens * (2 * hidden * FP32 + FP32)  # torch's composite: the input and its normed values in fp32
 
 
 def block_bytes(config: Config, *, device: str) -> float:
     """Of one block that recomputes nothing, or with parallel.recompute=selective its attention core."""
-    model, s, z = config.model, setting(config, device=device), sizes(config.model)
-    hidden = s.hidden_tokens * model.hidden_size * s.element
-    heads = model.num_attention_heads / s.tp
-    query = heads * z.head_dim
-    key_value = max(1, z.num_key_value_heads // s.tp) * z.head_dim
-    width = z.ffn_hidden_size / s.tp
-    kept = {
-        "norms": 2 * norm_bytes(config, device=device),
-        "inputs of QKV and up projections": 2 * hidden,
-        "query, key, value": s.tokens * (query + 2 * key_value) * s.element,
-        "log-sum-exp of each head": s.tokens * heads * FP32,
-        "input of the output projection": s.tokens * query * s.element,
-        "input of the activation": s.tokens * width * (2 if z.gated else 1) * s.element,
-        "input of the down projection": s.tokens * width * s.element,
-        "masks of hidden dropout": 2 * s.hidden_tokens * model.hidden_size * s.mask_bytes
-        if model.hidden_dropout
-        else 0,
-        "scores (CPU: no fused kernel with dropout)": 0.0,
-    }
-    if model.attention_dropout and device == "cpu":
-        scores = s.tokens * config.data.sequence_length * heads
-        kept["scores (CPU: no fused kernel with dropout)"] = 2 * scores * s.element + scores * s.mask_bytes
-        kept["log-sum-exp of each head"] = 0
-    if config.parallel.recompute.value == "selective":
-        kept["log-sum-exp of each head"] = kept["scores (CPU: no fused kernel with dropout)"] = 0
-    return sum(kept.values())
+    return sum(micro_batch(config, padded_vocab_size=0, device=device).block)
 
 
 def blocks_bytes(config: Config, num_blocks: int, *, device: str) -> float:
     """Kept by so many blocks in a row; with parallel.recompute=full one input for each recompute_interval blocks."""
-    if config.parallel.recompute.value != "full":
-        return num_blocks * block_bytes(config, device=device)
-    return -(-num_blocks // config.parallel.recompute_interval) * hidden_bytes(config, device=device)
+    kinds = micro_batch(config, padded_vocab_size=0, device=device).stage(num_blocks, False, False)
+    return sum(kinds._replace(context=0))
 
 
-def recomputed_bytes(config: Config, num_blocks: int, *, device: str) -> float:
-    """Built again in backward and alive once at a time: full recomputation's blocks of one interval."""
-    if config.parallel.recompute.value != "full":
+def _block(config: Config, s: Setting, norm: float, dropout: float, fused_attention: bool) -> Kinds:
+    model, z = config.model, sizes(config.model)
+    hidden = s.hidden_tokens * model.hidden_size * s.element
+    width = z.ffn_hidden_size / s.tp
+    activation = width * (2 if z.gated else 1)  # SwiGLU keeps gate and up
+    return Kinds(
+        attention=hidden + _attention_bytes(config, s, fused_attention),  # hidden: the input of QKV
+        mlp=hidden + s.tokens * (activation + width) * s.element,
+        norms=2 * norm,
+        dropout=dropout,
+    )
+
+
+def _attention_bytes(config: Config, s: Setting, fused: bool) -> float:
+    """Between the input of QKV and the output projection; selective recomputation keeps its two ends only."""
+    model, z = config.model, sizes(config.model)
+    heads = model.num_attention_heads / s.tp
+    query = s.tokens * heads * z.head_dim * s.element
+    key_value = s.tokens * max(1, z.num_key_value_heads // s.tp) * z.head_dim * s.element
+    kept = query + 2 * key_value + query  # query, key, value; what the output projection takes
+    if z.num_key_value_heads < s.tp:  # QKV's weight, joined from the queries' and this rank's copy of a key-value head
+        kept += (model.num_attention_heads // s.tp + 2) * z.head_dim * model.hidden_size * s.element
+    if config.parallel.recompute.value == "selective":
+        return kept
+    scores = s.tokens * s.length * heads
+    if not fused:  # arXiv:2205.05198: softmax's output, its dropout mask, and what the product with v takes
+        return kept + scores * (2 * s.element + BOOL if model.attention_dropout else s.element)
+    if s.cpu and model.attention_dropout:
+        return _composite_attention_bytes(config, s)
+    kept += s.tokens * heads * FP32  # log-sum-exp
+    if s.cpu and s.element != FP32 and z.rotary:
+        kept += query  # the kernel's output lies as its query does, heads first; its copy, tokens first, is kept too
+    return kept
+
+
+def _composite_attention_bytes(config: Config, s: Setting) -> float:
+    """The CPU has no fused kernel with dropout: torch's composite computes in fp32, key-value heads repeated.
+
+    It keeps query, key, value, softmax's output, the dropout factors and what the product with v takes.
+    """
+    z, heads = sizes(config.model), config.model.num_attention_heads / s.tp
+    one = s.tokens * heads * z.head_dim
+    values = 3 * one if s.element == FP32 and not z.rotary and s.tokens == s.length else one  # a view keeps all of QKV
+    return (2 * one + values) * FP32 + 3 * s.tokens * s.length * heads * FP32 + one * s.element
+
+
+def _ids_bytes(config: Config, s: Setting) -> float:
+    """Token ids, on a split vocabulary also a flag each; the places in a learned table of positions."""
+    kept = s.tokens * (INT64 + (BOOL if s.tp > 1 else 0))
+    if sizes(config.model).rotary:
+        return kept
+    return kept + (s.tokens if config.data.mask_documents else s.length) * INT64
+
+
+def _context_bytes(config: Config, s: Setting) -> float:
+    """What keeps packed documents apart, once a stage: a mask and, with rotary positions, cosines and sines.
+
+    The mask is [B, 1, S, S]; the CPU's own attention keeps half of it, at most, in blocks (one document: none).
+    """
+    if not config.data.mask_documents:
         return 0.0
-    return min(config.parallel.recompute_interval, num_blocks) * block_bytes(config, device=device)
+    mask = s.tokens * s.length * s.element
+    if s.cpu and s.element == FP32 and not config.model.attention_dropout:
+        rows, left = divmod(s.length, QUERIES_PER_BLOCK)
+        mask = (s.tokens // s.length) * FP32 * (QUERIES_PER_BLOCK**2 * rows * (rows + 1) // 2 + left * s.length)
+    rotary = s.tokens * sizes(config.model).head_dim * s.element if sizes(config.model).rotary else 0
+    return mask + rotary
 
 
-def embedding_bytes(config: Config, *, device: str) -> float:
-    """Token ids and positions as int64, and the dropout mask."""
-    s, model = setting(config, device=device), config.model
-    ids = s.tokens * 8 * (2 if config.data.mask_documents else 1)
-    return ids + (s.hidden_tokens * model.hidden_size * s.mask_bytes if model.hidden_dropout else 0)
+def _tables_bytes(config: Config, s: Setting) -> float:
+    """Rotary's cosines and sines, [S, D/2] each."""
+    return s.length * sizes(config.model).head_dim * s.element if sizes(config.model).rotary else 0.0
 
 
-def mask_bytes(config: Config, *, device: str) -> float:
-    """The [B, 1, S, S] mask that keeps packed documents apart: one a micro-batch and stage, shared by its blocks."""
-    s = setting(config, device=device)
-    return s.tokens * config.data.sequence_length * s.element if config.data.mask_documents else 0.0
-
-
-def head_bytes(config: Config, *, device: str) -> float:
-    """What the final norm keeps, and the head's input."""
-    return norm_bytes(config, device=device) + hidden_bytes(config, device=device)
-
-
-def logits_bytes(config: Config, *, padded_vocab_size: int, device: str) -> float:
-    """Logits [B, S, V/T], the loss's exponentials in fp32 that become the gradient, and its 16-bit copy."""
-    s = setting(config, device=device)
-    per_value = s.element + FP32 + (0 if s.element == FP32 else s.element)
-    return s.tokens * padded_vocab_size / s.tp * per_value
-
-
-def workspace_bytes(config: Config, *, device: str) -> float:
-    """Gradients of activations alive at once in a block's backward: those around the feed-forward, the widest part."""
-    model, s, z = config.model, setting(config, device=device), sizes(config.model)
+def _gradients_bytes(config: Config, s: Setting) -> float:
+    """Those around the feed-forward, the widest part."""
+    z = sizes(config.model)
     width = z.ffn_hidden_size / s.tp * (3 if z.gated else 2)
-    return s.element * (s.tokens * width + 3 * s.hidden_tokens * model.hidden_size)
+    return s.element * (s.tokens * width + 3 * s.hidden_tokens * config.model.hidden_size)

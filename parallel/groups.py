@@ -4,8 +4,7 @@ This is the only file of `parallel/` that needs torch.distributed. It is not a p
 (`model.tensor_parallel.collectives`) nor for plan checks (`parallel.plan`). An axis of size 1 has no process group, so
 code that holds an `AxisGroup` issues no collective there.
 
-Rank order, after Megatron-LM's `initialize_model_parallel`: pipeline slowest, then data, tensor fastest, so that tensor
-ranks are neighbours and stay inside a node:  rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+The order of ranks is the plan's (`parallel.topology`).
 """
 
 from __future__ import annotations

@@ -22,6 +22,11 @@ class Pass(NamedTuple):
     stage: int
     micro_batch: int
 
+    @property
+    def link(self) -> int:
+        """The link its result travels, named by the stage above it: a gradient returns where its activation came."""
+        return self.stage - (self.kind == "backward")
+
 
 class Exchange(NamedTuple):
     """Sends and receives launched as one; the rank goes on when all of them are through."""
@@ -35,6 +40,15 @@ def rank_of(schedule: str, stage: int, *, ranks: int) -> int:
     if schedule == "dualpipev":
         return min(stage, 2 * ranks - 1 - stage)
     return stage % ranks
+
+
+def source(this: Pass, *, stages: int) -> Pass | None:
+    """The pass whose result a pass needs; None for the first stage's forward."""
+    if this.kind == "forward":
+        return Pass("forward", this.stage - 1, this.micro_batch) if this.stage else None
+    if this.stage == stages - 1:
+        return Pass("forward", this.stage, this.micro_batch)
+    return Pass("backward", this.stage + 1, this.micro_batch)
 
 
 def check(schedule: str, *, stages: int, ranks: int, num_micro_batches: int) -> None:

@@ -1,54 +1,74 @@
 """The memory ledger of a plan: predicted bytes on one rank of each pipeline stage, by category.
 
-States follow arXiv:1910.02054 as DeepSpeed 0.19 really holds them (its ZeRO keeps a master copy of its partition in
-fp32 training too); activations are `parallel.activations` times the micro-batches in flight. Tensor and data ranks of a
-stage hold equal amounts. Not counted: the framework itself, allocator slack, communication libraries.
+States follow arXiv:1910.02054 as DeepSpeed 0.19 really holds them (`parallel.states`); activations are
+`parallel.activations` times the micro-batches in flight (arXiv:2104.04473, 2205.05198). Tensor and data ranks of a
+stage hold equal amounts. What a device holds beside tensors is two numbers: `overhead_bytes` (context, communicators)
+and a share lost between the allocator's blocks. Not here: what would make a plan fit
+(`parallel.memory_advice`), and what was really held (`engine.tensor_bytes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from conf.schema import Config, DType
-from parallel import activations
+from parallel.activations import INT64, Kinds, MicroBatch, micro_batch
 from parallel.hardware import device_kind
+from parallel.ledger import Ledger
 from parallel.plan import ParallelPlan
-from parallel.sizes import block_parameters, embedding_parameters, final_norm_parameters, head_parameters
-from parallel.states import StateBytes, in_flight, state_bytes
+from parallel.states import (
+    FP32,
+    StateBytes,
+    Tensors,
+    block_tensors,
+    end_tensors,
+    halves_in_flight,
+    in_flight,
+    interleaved_in_flight,
+    padded_groups,
+    split_each,
+    state_bytes,
+    uses_bf16_optimizer,
+)
+
+# A CUDA context with torch's kernels: 1343 MB (transformers' "Model training anatomy", which says 1 to 2 GB). A NCCL
+# communicator of more than two A100s: 688 MB (NVIDIA/nccl issue 964). For the allocator nothing is added by default:
+# the step's large flat tensors are counted as if they never fitted where activations were freed, as BLOOM's runs show.
+CONTEXT_BYTES, COMMUNICATOR_BYTES = 1_343_000_000, 688_000_000
+LIVE_PARAMETERS = 1_000_000_000  # gathered weights that ZeRO 3 keeps at most (stage3_max_live_parameters)
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """Bytes on each rank of pipeline stage `pp_rank`. `host`: of offloaded states, not part of `total`."""
+def predict(
+    config: Config,
+    plan: ParallelPlan,
+    *,
+    device: str | None = None,
+    overhead_bytes: int | None = None,
+    fragmentation: float = 0.0,
+    fused_attention: bool = True,
+    schedule: str | None = None,
+    chunks: int = 1,
+) -> list[Ledger]:
+    """A ledger for each pipeline rank, first to last. `device`: "cpu", "cuda", or None for this machine's.
 
-    pp_rank: int
-    parameters: int  # values of this rank, padding rows included
-    in_flight: int  # micro-batches whose activations are held at once
-    weights: int
-    gradients: int
-    master_weights: int
-    optimizer_moments: int
-    activations: int  # of all micro-batches in flight
-    logits: int  # logits and loss, last stage
-    buffers: int  # pipeline sends and receives, gradient buckets
-    workspace: int  # gradients of activations, blocks built again in backward
-    host: int
-
-    @property
-    def states(self) -> int:
-        """Weights, gradients and optimizer states: what is held from step to step."""
-        return self.weights + self.gradients + self.master_weights + self.optimizer_moments
-
-    @property
-    def total(self) -> int:
-        return self.states + self.activations + self.logits + self.buffers + self.workspace
-
-
-def predict(config: Config, plan: ParallelPlan, *, device: str | None = None) -> list[Ledger]:
-    """A ledger for each pipeline rank, first to last. `device`: "cpu", "cuda", or None for this machine's."""
+    overhead_bytes: None takes `framework_bytes`; fragmentation: a share of the total. For comparison with other stacks:
+    fused_attention=False keeps scores; schedule "gpipe", or "interleaved" with so many chunks a rank.
+    """
     kind = device_kind() if device is None else device
-    return [_ledger(config, plan, pp_rank, kind) for pp_rank in range(plan.pipeline_model_parallel_size)]
+    kept = micro_batch(config, padded_vocab_size=plan.padded_vocab_size, device=kind, fused_attention=fused_attention)
+    stages = _Stages(config, plan, kept, schedule or plan.schedule, chunks)
+    overhead = framework_bytes(plan, device=kind) if overhead_bytes is None else overhead_bytes
+    return [stages.ledger(pp_rank, overhead, fragmentation) for pp_rank in range(plan.pipeline_model_parallel_size)]
+
+
+def framework_bytes(plan: ParallelPlan, *, device: str) -> int:
+    """On a GPU: a context, and a communicator for each axis with more than one rank. On a CPU 0: its memory is shared
+    with the process, and what is compared there is tensors."""
+    if device == "cpu":
+        return 0
+    degrees = (plan.tensor_model_parallel_size, plan.pipeline_model_parallel_size, plan.data_parallel_size)
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * sum(degree > 1 for degree in degrees)
 
 
 def worst(ledgers: Sequence[Ledger]) -> Ledger:
@@ -58,72 +78,180 @@ def worst(ledgers: Sequence[Ledger]) -> Ledger:
 
 def stage_parameters(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
     """Values held by one rank of a stage: its shards and replicas, padded rows; a tied table once."""
-    model, tp = config.model, plan.tensor_model_parallel_size
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_layers[stage])]
-    last = model.num_layers + 2
-    total = sum(block_parameters(model, tp=tp).total for layer in layers if 0 < layer < last - 1)
-    if 0 in layers:
-        total += embedding_parameters(model, tp=tp, vocab_size=plan.padded_vocab_size).total
-    if last in layers:
-        total += final_norm_parameters(model).total
-        if not (model.tie_word_embeddings and 0 in layers):
-            total += head_parameters(model, tp=tp, vocab_size=plan.padded_vocab_size).total
-    return total
+    return stage_tensors(config, plan, pp_rank).total
 
 
-def _ledger(config: Config, plan: ParallelPlan, pp_rank: int, device: str) -> Ledger:
-    layers = [layer for stage in plan.stages_of(pp_rank) for layer in range(*plan.stage_layers[stage])]
-    last = config.model.num_layers + 2
-    num_blocks = sum(0 < layer < last - 1 for layer in layers)
-    parameters = stage_parameters(config, plan, pp_rank)
-    states = state_bytes(config, dp=plan.data_parallel_size)
-    held = in_flight(
-        pp_rank,
-        pp=plan.pipeline_model_parallel_size,
-        num_micro_batches=plan.num_micro_batches,
-        schedule=plan.schedule,
+def stage_tensors(config: Config, plan: ParallelPlan, pp_rank: int) -> Tensors:
+    """Values of each parameter that one rank of a stage holds."""
+    tp = plan.tensor_model_parallel_size
+    halves = [_half(plan, stage, config.model.num_layers) for stage in plan.stages_of(pp_rank)]
+    ends = end_tensors(
+        config.model,
+        tp=tp,
+        padded_vocab_size=plan.padded_vocab_size,
+        first=any(half.first for half in halves),
+        last=any(half.last for half in halves),
     )
-    kept = activations.blocks_bytes(config, num_blocks, device=device) + activations.mask_bytes(config, device=device)
-    kept += activations.embedding_bytes(config, device=device) if 0 in layers else 0
-    kept += activations.head_bytes(config, device=device) if last in layers else 0
-    logits = 0.0
-    if last in layers:
-        logits = activations.logits_bytes(config, padded_vocab_size=plan.padded_vocab_size, device=device)
-    workspace = activations.workspace_bytes(config, device=device)
-    workspace += activations.recomputed_bytes(config, num_blocks, device=device)
-    offload = config.zero.offload_optimizer
-    return Ledger(
-        pp_rank=pp_rank,
-        parameters=parameters,
-        in_flight=held,
-        weights=round(parameters * states.weights),
-        gradients=round(parameters * states.gradients),
-        master_weights=0 if offload else round(parameters * states.master_weights),
-        optimizer_moments=0 if offload else round(parameters * states.moments),
-        activations=round(held * kept),
-        logits=round(logits),
-        buffers=_pipeline_buffers(config, plan, held, device) + _bucket_bytes(config, plan),
-        workspace=round(workspace),
-        host=round(parameters * (states.master_weights + states.moments)) if offload else 0,
-    )
+    return block_tensors(config.model, tp=tp).times(sum(half.blocks for half in halves)) + ends
 
 
-def _pipeline_buffers(config: Config, plan: ParallelPlan, held: int, device: str) -> int:
-    """What is sent on is kept until its backward; one received activation and one received gradient at a time."""
-    if plan.pipeline_model_parallel_size == 1:
-        return 0
-    return round((held + 2) * activations.hidden_bytes(config, device=device))
+class _Half(NamedTuple):
+    """What a stage holds (dualpipev: a rank has two)."""
+
+    blocks: int
+    first: bool
+    last: bool
 
 
-def _bucket_bytes(config: Config, plan: ParallelPlan) -> int:
-    """ZeRO's flat buffer for reducing gradients; two of them where communication overlaps (no pipeline, ZeRO 2 or 3).
+def _half(plan: ParallelPlan, stage: int, num_layers: int) -> _Half:
+    low, high = plan.stage_layers[stage]
+    return _Half(min(high, num_layers + 1) - max(low, 1), low == 0, high == num_layers + 3)
 
-    Its size is zero.bucket_size, or what the largest stage can fill. bf16 with fp32 accumulation and ZeRO 1
-    (BF16_Optimizer) reduces in place.
-    """
-    dtype, accumulate = config.precision.dtype, config.precision.grad_accum_dtype
-    if plan.zero_stage == 0 or (plan.zero_stage == 1 and dtype is DType.bf16 and accumulate is DType.fp32):
-        return 0
-    largest = max(stage_parameters(config, plan, stage) for stage in range(plan.pipeline_model_parallel_size))
-    copies = 2 if plan.zero_stage >= 2 else 1
-    return copies * min(config.zero.bucket_size, largest) * StateBytes.of(accumulate)
+
+class _Stages:
+    """Ledgers of a plan's stages; what is equal on all of them is computed once."""
+
+    def __init__(self, config: Config, plan: ParallelPlan, kept: MicroBatch, schedule: str, chunks: int) -> None:
+        self.config, self.plan, self.kept, self.schedule, self.chunks = config, plan, kept, schedule, chunks
+        self.block = block_tensors(config.model, tp=plan.tensor_model_parallel_size)
+        self.block_sums = sum(self.block.matrices), sum(self.block.vectors)
+        self.element = StateBytes.of(config.precision.dtype)
+        self.accumulated = StateBytes.of(config.precision.grad_accum_dtype)
+        self.master_element = FP32 if state_bytes(config, dp=1).master_weights else 0
+        self.low_precision = round(state_bytes(config, dp=1).low_precision_gradients)
+        self.flat = plan.zero_stage in (1, 2) or uses_bf16_optimizer(config)
+        self._ends: dict[tuple[bool, bool], Tensors] = {}
+        self._counted: dict[tuple[_Half, ...], tuple[int, int, int]] = {}
+        self._kept: dict[_Half, Kinds] = {}
+        self._fixed_by: dict[tuple[_Half, ...], dict[str, int]] = {}
+        self._fixed_sums: dict[tuple[_Half, ...], int] = {}
+        self.tables = round(kept.tables)
+        self.positions = 0
+        if config.data.mask_documents:
+            self.positions = config.train.micro_batch_size * config.data.sequence_length * INT64
+        layers, ranks = config.model.num_layers, range(plan.pipeline_model_parallel_size)
+        self.halves = [tuple(_half(plan, stage, layers) for stage in plan.stages_of(rank)) for rank in ranks]
+        # DeepSpeed allocates a bucket whole: no more than the largest stage can fill (engine.deepspeed_config).
+        largest = max(self._values(halves)[0] for halves in set(self.halves))
+        self.bucket = min(config.zero.bucket_size, largest) if plan.zero_stage else 0
+
+    def ledger(self, pp_rank: int, overhead: int, share: float) -> Ledger:
+        halves = self.halves[pp_rank]
+        fixed = self._fixed(halves)
+        held, kinds, loss = self._activations(pp_rank, halves)
+        logits = round(loss + self.kept.logits - self.kept.loss) if loss else 0
+        pipeline_buffers = self._pipeline_buffers(held)
+        used = self._fixed_sums[halves] + sum(kinds) + logits + pipeline_buffers + overhead  # type: ignore[arg-type]
+        return Ledger(
+            pp_rank=pp_rank,
+            in_flight=held,
+            kinds=kinds,
+            logits=logits,
+            pipeline_buffers=pipeline_buffers,
+            overhead=overhead,
+            fragmentation=round(used * share / (1 - share)),
+            **fixed,
+        )
+
+    def _fixed(self, halves: tuple[_Half, ...]) -> dict[str, int]:
+        """What does not depend on the micro-batches in flight."""
+        if halves not in self._fixed_by:
+            zero_stage, offload = self.plan.zero_stage, self.config.zero.offload_optimizer
+            parameters, whole, part = self._values(halves)
+            masters, moments = part * self.master_element, part * 2 * FP32
+            held = dict(
+                weights=(part if zero_stage == 3 else whole) * self.element,
+                gradients=(part if zero_stage >= 2 else whole) * self.accumulated,
+                master_weights=0 if offload else masters,
+                optimizer_moments=0 if offload else moments,
+                low_precision_gradients=parameters * self.low_precision,
+                reduce_buckets=self._reduce_buckets(whole),
+                gather_buckets=min(parameters, LIVE_PARAMETERS) * self.element if zero_stage == 3 else 0,
+                workspace=round(self.kept.gradients + self.kept.recomputed(max(half.blocks for half in halves))),
+                step_workspace=self._step_workspace(part),
+            )
+            self._fixed_sums[halves] = sum(held.values())
+            self._fixed_by[halves] = held | dict(parameters=parameters, host=masters + moments if offload else 0)
+        return self._fixed_by[halves]
+
+    def _activations(self, pp_rank: int, halves: tuple[_Half, ...]) -> tuple[float, Kinds, float]:
+        """(micro-batches in flight, their bytes by kind but for the loss, bytes that the loss holds)."""
+        pp, count = self.plan.pipeline_model_parallel_size, self.plan.num_micro_batches
+        if self.schedule == "interleaved":
+            held = interleaved_in_flight(pp_rank, pp=pp, num_micro_batches=count, chunks=self.chunks)
+        else:
+            held = in_flight(pp_rank, pp=pp, num_micro_batches=count, schedule=self.schedule)
+        if len(halves) == 1:
+            sums = [held * kind for kind in self._stage(halves[0])]
+        else:
+            ahead, behind = halves_in_flight(pp_rank, pp=pp)
+            sums = [ahead * a + behind * b for a, b in zip(*map(self._stage, halves), strict=True)]
+        attention, mlp, norms, dropout, inputs, embedding, context, head, loss = map(round, sums)
+        context += self.tables
+        return held, Kinds(attention, mlp, norms, dropout, inputs, embedding, context, head), loss
+
+    def _stage(self, half: _Half) -> Kinds:
+        if half not in self._kept:
+            self._kept[half] = self.kept.stage(*half)
+        return self._kept[half]
+
+    def _values(self, halves: tuple[_Half, ...]) -> tuple[int, int, int]:
+        """Values of a rank: its parameters, its weights with padding, its partition of the optimizer's states."""
+        if halves not in self._counted:
+            self._counted[halves] = self._count(halves)
+        return self._counted[halves]
+
+    def _count(self, halves: tuple[_Half, ...]) -> tuple[int, int, int]:
+        blocks = sum(half.blocks for half in halves)
+        ends = self._end(any(half.first for half in halves), any(half.last for half in halves))
+        matrices = blocks * self.block_sums[0] + sum(ends.matrices)
+        vectors = blocks * self.block_sums[1] + sum(ends.vectors)
+        dp, parameters = self.plan.data_parallel_size, matrices + vectors
+        if self.plan.zero_stage == 3:
+            part = blocks * split_each(self.block, dp=dp) + split_each(ends, dp=dp)
+            return parameters, parameters, part
+        if not self.flat:
+            return parameters, parameters, parameters
+        one_group = self.config.optimizer.decay_norms_and_biases
+        whole = padded_groups(matrices, vectors, dp=dp, one_group=one_group)
+        return parameters, whole, whole // dp
+
+    def _end(self, first: bool, last: bool) -> Tensors:
+        if (first, last) not in self._ends:
+            self._ends[first, last] = end_tensors(
+                self.config.model,
+                tp=self.plan.tensor_model_parallel_size,
+                padded_vocab_size=self.plan.padded_vocab_size,
+                first=first,
+                last=last,
+            )
+        return self._ends[first, last]
+
+    def _pipeline_buffers(self, held: float) -> int:
+        """What is sent on is kept until its backward; one received activation and one received gradient at a time."""
+        if self.plan.pipeline_model_parallel_size == 1:
+            return 0
+        return round((held + 2) * (self.kept.hidden + self.positions))
+
+    def _reduce_buckets(self, whole: int) -> int:
+        """Flat copies in which gradients are summed over the data axis.
+
+        BF16_Optimizer: its sums in 16 bit, as they travel, a group at a time. ZeRO 1: one bucket of the sums' type.
+        ZeRO 2: two of the weights' type, as communication overlaps; ZeRO 3: one.
+        """
+        stage = self.plan.zero_stage
+        if uses_bf16_optimizer(self.config):
+            return whole * self.element if self.plan.data_parallel_size > 1 else 0
+        return self.bucket * {0: 0, 1: self.accumulated, 2: 2 * self.element, 3: self.element}[stage]
+
+    def _step_workspace(self, part: int) -> int:
+        """ZeRO's step gathers its partition's gradients into one flat tensor, and once more in fp32.
+
+        fp16 without ZeRO (FP16_Optimizer; not offered here) makes two fp32 copies of all of them.
+        """
+        stage, dtype = self.plan.zero_stage, self.config.precision.dtype
+        if stage == 0:
+            return part * 2 * FP32 if dtype is DType.fp16 else 0
+        if uses_bf16_optimizer(self.config) or stage == 3:
+            return 0
+        return part * (self.accumulated + (FP32 if self.accumulated != FP32 else 0))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from conf.schema import Config
 from parallel import rules, stage_split
 from parallel.stages import LayerSeconds, balance, boundaries, fold
-from parallel.topology import Topology
+from parallel.topology import AXES, Topology
 
 
 class PlanError(ValueError):
@@ -47,6 +47,7 @@ class ParallelPlan:
     recompute: str
     recompute_interval: int
     warnings: tuple[str, ...]
+    order: tuple[str, ...] = AXES  # of the mesh's axes, the slowest first
     layer_seconds: LayerSeconds | None = None  # what stages were balanced by; None: predicted FLOPs, or by hand
 
     @classmethod
@@ -87,6 +88,7 @@ class ParallelPlan:
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
+            order=tuple(parallel.order.value.split("_")),
             layer_seconds=layer_seconds,
         )
 
@@ -101,8 +103,9 @@ class ParallelPlan:
     @property
     def topology(self) -> Topology:
         return Topology(
-            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size
-        )
+            pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size,
+            order=self.order,
+        )  # fmt: skip
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
         """(pipeline, data, tensor) ranks of a global rank."""

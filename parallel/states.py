@@ -1,28 +1,33 @@
-"""Bytes of training states per parameter, micro-batches in flight, and the loads that stages are balanced by.
+"""Bytes of training states, micro-batches in flight, and the loads that stages are balanced by.
 
 State bytes follow arXiv:1910.02054 (mixed precision: 2 + 4 + 12 with fp32 accumulation) and what DeepSpeed 0.19 holds:
-any ZeRO stage keeps a master copy of its partition, also where weights are fp32 already.
+any ZeRO stage keeps a master copy of its partition, also where weights are fp32 already; bf16 under the pipeline engine
+spreads it even at stage 0; and where gradients are accumulated in another type than the weights', those of the last
+micro-batch stay beside the sums until the step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import Config, DType
+from conf.schema import Config, DType, ModelConfig
 from parallel import activations
 from parallel.flops import block_flops_per_token, head_flops_per_token
-from parallel.sizes import block_parameters, embedding_parameters, final_norm_parameters, head_parameters
+from parallel.sizes import block_parameters, embedding_parameters, final_norm_parameters, head_parameters, sizes
 from parallel.stages import Load
+
+FP32 = 4
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter on one rank."""
+    """Bytes per parameter on one rank. `low_precision_gradients`: beside `gradients`, the sums; no part of `total`."""
 
     weights: float
     gradients: float
     master_weights: float
     moments: float
+    low_precision_gradients: float = 0.0
 
     @property
     def total(self) -> float:
@@ -34,27 +39,107 @@ class StateBytes:
         return 4 if dtype is DType.fp32 else 2
 
 
+def uses_bf16_optimizer(config: Config) -> bool:
+    """DeepSpeed's BF16_Optimizer: flat fp32 or bf16 gradient sums, states spread over the data axis at stage 0 too."""
+    precision, stage = config.precision, config.zero.stage
+    if precision.dtype is not DType.bf16 or config.zero.offload_optimizer:
+        return False
+    return precision.grad_accum_dtype is (DType.bf16, DType.fp32)[stage] if stage <= 1 else False
+
+
 def state_bytes(config: Config, *, dp: int) -> StateBytes:
     """ZeRO 1 spreads master weights and moments over dp ranks, 2 gradients too, 3 weights too."""
     stage, precision = config.zero.stage, config.precision
     has_master = precision.dtype is not DType.fp32 or stage >= 1
-    spread = dp if stage >= 1 else 1
+    bf16_optimizer = uses_bf16_optimizer(config)
+    spread = dp if stage >= 1 or bf16_optimizer else 1
+    two_kinds = stage <= 1 and precision.grad_accum_dtype is not precision.dtype
     return StateBytes(
         weights=StateBytes.of(precision.dtype) / (dp if stage >= 3 else 1),
         gradients=StateBytes.of(precision.grad_accum_dtype) / (dp if stage >= 2 else 1),
-        master_weights=(4 if has_master else 0) / spread,
-        moments=8 / spread,
+        master_weights=(FP32 if has_master else 0) / spread,
+        moments=2 * FP32 / spread,
+        low_precision_gradients=StateBytes.of(precision.dtype) if two_kinds or bf16_optimizer else 0,
     )
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Values of each parameter on one tensor rank: `matrices` decay, `vectors` (norms, biases) do not."""
+
+    matrices: tuple[int, ...] = ()
+    vectors: tuple[int, ...] = ()
+
+    def __add__(self, other: Tensors) -> Tensors:
+        return Tensors(self.matrices + other.matrices, self.vectors + other.vectors)
+
+    def times(self, count: int) -> Tensors:
+        return Tensors(self.matrices * count, self.vectors * count)
+
+    @property
+    def total(self) -> int:
+        return sum(self.matrices) + sum(self.vectors)
+
+
+def block_tensors(model: ModelConfig, *, tp: int) -> Tensors:
+    """Of one block: QKV as one matrix, or two where ranks share a key-value head."""
+    z, hidden = sizes(model), model.hidden_size
+    query = model.num_attention_heads * z.head_dim // tp
+    key_value = 2 * max(1, z.num_key_value_heads // tp) * z.head_dim
+    rows = (query + key_value,) if z.num_key_value_heads >= tp else (query, key_value)
+    up, down = z.ffn_hidden_size * (2 if z.gated else 1) // tp, z.ffn_hidden_size // tp
+    biases = (*rows, hidden, up, hidden) if z.has_bias else ()
+    matrices = (*(n * hidden for n in rows), query * hidden, up * hidden, down * hidden)
+    return Tensors(matrices, (*(hidden,) * (2 * z.norm_vectors), *biases))
+
+
+def end_tensors(model: ModelConfig, *, tp: int, padded_vocab_size: int, first: bool, last: bool) -> Tensors:
+    """Of a stage's embedding, where it is `first`, and of its final norm and head, where `last`; a tied table once."""
+    z, table = sizes(model), padded_vocab_size * model.hidden_size // tp
+    found = Tensors()
+    if first:
+        found += Tensors((table,) if z.rotary else (table, model.max_position_embeddings * model.hidden_size))
+    if last:
+        found += Tensors(vectors=(model.hidden_size,) * z.norm_vectors)
+        if not (first and model.tie_word_embeddings):
+            found += Tensors((table,))
+    return found
+
+
+def padded_groups(matrices: int, vectors: int, *, dp: int, one_group: bool) -> int:
+    """Values after DeepSpeed flattened each optimizer group (`one_group`: all in one) to a multiple of 2 dp."""
+    groups = (matrices + vectors,) if one_group else (matrices, vectors)
+    return sum(-(-n // (2 * dp)) * 2 * dp for n in groups)
+
+
+def split_each(tensors: Tensors, *, dp: int) -> int:
+    """Values of a data rank's part where each parameter is split by itself (ZeRO 3)."""
+    return sum(-(-n // dp) for n in (*tensors.matrices, *tensors.vectors))
 
 
 def in_flight(stage: int, *, pp: int, num_micro_batches: int, schedule: str = "1f1b") -> int:
     """Micro-batches whose activations a pipeline rank holds at once.
 
     1F1B: P - stage (arXiv:2104.04473). Eager 1F1B: 2 (P - stage) - 1 (arXiv:2211.05322). dualpipev: 2 P + 1 halves (a
-    rank's two stages), so P + 1 on every rank. Never more than there are.
+    rank's two stages, see `halves_in_flight`), so P + 1 on every rank. gpipe (arXiv:1811.06965, for comparison): all.
+    Never more than there are.
     """
-    held = {"1f1b": pp - stage, "eager1f1b": 2 * (pp - stage) - 1, "dualpipev": pp + 1}
+    held = {"1f1b": pp - stage, "eager1f1b": 2 * (pp - stage) - 1, "dualpipev": pp + 1, "gpipe": num_micro_batches}
     return min(held[schedule], num_micro_batches)
+
+
+def halves_in_flight(stage: int, *, pp: int) -> tuple[int, int]:
+    """dualpipev: micro-batches held of a rank's stage `stage`, and of its stage 2 P - 1 - `stage`, at the most."""
+    return 2 * pp - stage, stage + 1
+
+
+def interleaved_in_flight(stage: int, *, pp: int, num_micro_batches: int, chunks: int) -> float:
+    """Of Megatron's interleaved 1F1B, in whole stages: 2 (P - stage - 1) + (v - 1) P + 1 chunks of 1 / v stage each.
+
+    On the first stage P (1 + (P - 1) / (P v)) (arXiv:2205.05198 section 4.2.3). For comparison: no engine here runs it.
+    """
+    held = 2 * (pp - stage - 1) + (chunks - 1) * pp + 1
+    return min(held, num_micro_batches * chunks) / chunks
 
 
 def stage_loads(config: Config, *, dp: int, num_micro_batches: int, device: str) -> list[Load]:

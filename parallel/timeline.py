@@ -15,16 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel.instructions import WAITING, Exchange, Pass, check, instructions, passes, rank_of
+from parallel.instructions import WAITING, Exchange, Pass, check, instructions, passes, rank_of, source
+from parallel.step_time import StageTimes, estimate_step_s
 
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one micro-batch on one (virtual) stage."""
-
-    forward_s: float
-    backward_s: float  # recomputation included
-    send_s: float = 0.0  # its output to the next stage, and the gradient back: one transfer each
+__all__ = ["Event", "StageTimes", "Timeline", "estimate_step_s", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -145,33 +139,24 @@ class _Run:
         """Run a pass; or the pass whose result it still needs."""
         start = self.now[rank]
         times = self.stages[this.stage]
-        if this.kind == "forward":
-            source = Pass("forward", this.stage - 1, this.micro_batch) if this.stage else None
-        elif this.stage == len(self.stages) - 1:
-            source = Pass("forward", this.stage, this.micro_batch)
-        else:
-            source = Pass("backward", this.stage + 1, this.micro_batch)
-        if source is not None:
-            if source not in self.ended:
-                return source
-            start = self._arrival(rank, source, start)
+        needed = source(this, stages=len(self.stages))
+        if needed is not None:
+            if needed not in self.ended:
+                return needed
+            start = self._arrival(rank, needed, start)
         end = start + (times.forward_s if this.kind == "forward" else times.backward_s)
         self.events[rank].append(Event(rank, this.stage, this.kind, this.micro_batch, start, end))
         self.now[rank] = self.ended[this] = end
         self._wake(this)
         return None
 
-    def _arrival(self, rank: int, source: Pass, free: float) -> float:
+    def _arrival(self, rank: int, needed: Pass, free: float) -> float:
         """When a rank that is free can use the result of a pass; exchanged ones have arrived before."""
-        ended = self.ended[source]
-        if self.rank_of[source.stage] == rank or source in self.posted[1]:
+        ended = self.ended[needed]
+        if self.rank_of[needed.stage] == rank or needed in self.posted[1]:
             return max(free, ended)
-        transfer = self._transfer_s(source)
+        transfer = self.stages[needed.link].send_s
         return max(free, ended) + transfer if self.holds_receiver else max(free, ended + transfer)
-
-    def _transfer_s(self, message: Pass) -> float:
-        """A gradient travels back over the link that its activation came by."""
-        return self.stages[message.stage - (message.kind == "backward")].send_s
 
     def _exchange(self, rank: int, exchange: Exchange) -> tuple[int, Pass] | None:
         """Wait until the peers have come to all of it and it is through; or the first (side, message) not there."""
@@ -187,6 +172,6 @@ class _Run:
                 other = self.posted[1 - side].get(message)
                 if other is None:
                     return 1 - side, message
-                through = max(through, max(free, other) + self._transfer_s(message))
+                through = max(through, max(free, other) + self.stages[message.link].send_s)
         self.now[rank] = through
         return None

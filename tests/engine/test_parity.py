@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from conf.schema import DType, Family, Recompute, Schedule
+from conf.schema import DType, Family, Order, Recompute, Schedule
 from tests.engine.cases import STEPS, reference_run, tiny_config
 from tests.engine.on_ranks import train_steps
 from tests.engine.pairs import Case, allowed_cases, covering_list, pairs_of
@@ -26,6 +26,7 @@ CHOICES = {
     "recompute": ("none", "selective", "full"),
     "family": ("llama", "gpt2"),
     "tied": (False, True),
+    "order": ("pipe_data_tensor", "data_tensor_pipe", "tensor_pipe_data"),
 }
 
 
@@ -43,7 +44,12 @@ CASES = covering_list(ALLOWED)
 
 def name(case: Case) -> str:
     parts = [f"tp{case['tp']}", f"pp{case['pp']}", f"dp{case['dp']}", f"zero{case['zero']}", case["schedule"]]
-    parts += ["sp"] * case["sequence_parallel"] + [case["recompute"], case["family"]] + ["tied"] * case["tied"]
+    parts += (
+        ["sp"] * case["sequence_parallel"]
+        + [case["recompute"], case["family"]]
+        + ["tied"] * case["tied"]
+        + [case["order"]]
+    )
     return "-".join(parts)
 
 
@@ -56,6 +62,7 @@ def config_of(case: Case, **changes: object):
         parallel__sequence_parallel=case["sequence_parallel"],
         parallel__schedule=Schedule(case["schedule"]),
         parallel__recompute=Recompute(case["recompute"]),
+        parallel__order=Order(case["order"]),
         zero__stage=case["zero"],
         train__global_batch_size=16,
         train__micro_batch_size=2 if case["pp"] == 1 else 1,

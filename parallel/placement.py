@@ -1,0 +1,85 @@
+"""Which axis lies on which link, and what each would cost elsewhere: why tensor collectives stay inside a node.
+
+Every axis is priced twice, once on the link inside a node and once between nodes, with the same bytes and calls; the
+axis that loses most per second gained elsewhere is the one to keep inside first. Not here: the price of one collective
+(`parallel.links`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conf.schema import Config
+from parallel.communication import ledger
+from parallel.links import Fabric, collective_seconds
+from parallel.plan import ParallelPlan
+from parallel.topology import AXES, Spread
+
+
+@dataclass(frozen=True)
+class AxisPrice:
+    """What one axis costs the rank that speaks most on it, in a step."""
+
+    axis: str
+    group_size: int
+    calls: int
+    bytes: int  # of the tensors of all calls
+    inside_s: float  # with all of a group on one node
+    across_s: float  # with one rank of a group on each node
+    placed_s: float  # as the plan places it
+    link: str
+
+    @property
+    def loss_s(self) -> float:
+        return self.across_s - self.inside_s
+
+
+def prices(config: Config, plan: ParallelPlan, fabric: Fabric) -> list[AxisPrice]:
+    """Of each axis with more than one rank, the one that loses most by leaving a node first."""
+    stages = [ledger(config, plan, pp_rank) for pp_rank in range(plan.pipeline_model_parallel_size)]
+    found = []
+    for axis in AXES:
+        size = plan.topology.size(axis)
+        if size == 1:
+            continue
+        of_stage = max(
+            ([call for call in calls if call.axis == axis] for calls in stages),
+            key=lambda calls: sum(call.total_bytes for call in calls),
+        )
+        spread = plan.topology.spread(axis, fabric.devices_per_node)
+        links = [fabric.link(Spread(1, size)), fabric.link(spread), fabric.link(spread)]
+        if fabric.inter_node is not None:
+            links[1] = fabric.link(Spread(size, 1))
+        inside, across, placed = (
+            sum(
+                call.calls * collective_seconds(call.operation, call.bytes, group_size=call.group_size, link=link)
+                for call in of_stage
+            )
+            for link in links
+        )
+        calls, total = sum(call.calls for call in of_stage), sum(call.total_bytes for call in of_stage)
+        found.append(AxisPrice(axis, size, calls, total, inside, across, placed, links[2].name))
+    return sorted(found, key=lambda price: price.loss_s, reverse=True)
+
+
+def warnings(config: Config, plan: ParallelPlan) -> list[str]:
+    """A line where the tensor axis crosses nodes, with its price."""
+    per_node = config.cluster.devices_per_node or -(-plan.world_size // config.cluster.nodes)
+    tp = plan.tensor_model_parallel_size
+    if plan.topology.spread("tensor", per_node).nodes == 1:
+        return []
+    moved = max(
+        sum(call.total_bytes for call in ledger(config, plan, pp_rank) if call.axis == "tensor")
+        for pp_rank in range(plan.pipeline_model_parallel_size)
+    )
+    line = f"parallel.tp={tp} in order {'_'.join(plan.order)} crosses nodes of {per_node} devices: "
+    line += f"{moved / 1e9:.2f} GB a step and rank leave the node"
+    try:
+        fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
+    except ValueError:
+        return [f"{line}; keep tp within a node, with the tensor axis last in parallel.order"]
+    price = next(price for price in prices(config, plan, fabric) if price.axis == "tensor")
+    return [
+        f"{line}, {price.placed_s:.3g} s on {price.link} for {price.inside_s:.3g} s on {fabric.intra_node.name}; keep "
+        "tp within a node, with the tensor axis last in parallel.order"
+    ]
