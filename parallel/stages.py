@@ -5,19 +5,21 @@ be, by dynamic programming; of the cuts that reach it the most even one is taken
 even memory (the first stages hold more micro-batches, and the embedding). Every stage holds at least one block; the
 head never leaves the final norm.
 
+Where layers were measured, the cost is nanoseconds in place of FLOPs.
+
 The ordered layer list: 0 embedding, 1..L blocks, L + 1 final norm, L + 2 head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one stage costs: `fixed` beside its blocks, `block` for each of them. FLOPs, and bytes."""
+    """What one stage costs: `fixed` beside its blocks, `block` for each of them. FLOPs (or nanoseconds), and bytes."""
 
     fixed_flops: int
     block_flops: int
@@ -29,6 +31,52 @@ class Load:
 
     def bytes(self, blocks: int) -> int:
         return self.fixed_bytes + blocks * self.block_bytes
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Measured seconds of one micro-batch's forward and backward through a layer; head: with final norm and loss."""
+
+    embedding: float
+    block: float
+    head: float
+
+
+def timed(loads: Sequence[Load], seconds: LayerSeconds, *, head_on: int) -> list[Load]:
+    """The same loads with nanoseconds for FLOPs; the embedding is on the first rank, the head on rank `head_on`."""
+    fixed = [0.0] * len(loads)
+    fixed[0] += seconds.embedding
+    fixed[head_on] += seconds.head
+    return [
+        replace(load, fixed_flops=round(1e9 * ends), block_flops=round(1e9 * seconds.block))
+        for load, ends in zip(loads, fixed, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Blocks per pipeline rank of a split and of the uniform one, and the slowest rank's cost (unit of the loads)."""
+
+    counts: tuple[int, ...]
+    slowest: int
+    uniform: tuple[int, ...]
+    slowest_of_uniform: int
+
+    @property
+    def gain(self) -> float:
+        """The uniform split's slowest rank takes so many times as long."""
+        return self.slowest_of_uniform / self.slowest
+
+
+def compare_with_uniform(counts: Sequence[int], loads: Sequence[Load]) -> Comparison:
+    """A split by cost beside the split by count: as even as it can be, the first ranks one more where it is not."""
+    each, more = divmod(sum(counts), len(counts))
+    uniform = tuple(each + (rank < more) for rank in range(len(counts)))
+
+    def slowest(split: Sequence[int]) -> int:
+        return max(load.flops(n) for load, n in zip(loads, split, strict=True))
+
+    return Comparison(tuple(counts), slowest(counts), uniform, slowest(uniform))
 
 
 def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_limit: int | None = None) -> list[int]:
