@@ -185,6 +185,7 @@ class RatesConfig:
     micro_batch_s: float = 0.0  # seconds that each micro-batch costs a pipeline stage beside its kernels
     step_s: float = 0.0  # seconds that each optimizer step costs beside its kernels
     overlap: float = 1.0  # share of communication that may run beside computation and really does (CPU: 0)
+    dtype: Optional[DType] = None  # number format they were measured in; the 16-bit ones count as one
     source: Optional[str] = None  # where these numbers come from: a probe or a fit, with its date
 
 

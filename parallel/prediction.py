@@ -60,7 +60,7 @@ def predict_run(
 ) -> Prediction:
     """Raises ValueError with one line where the cluster has no rates or links."""
     kind = device_kind() if device is None else device
-    rates = Rates.from_config(config.cluster)
+    rates = Rates.from_config(config.cluster, config.precision.dtype)
     fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
     times = LayerTimes(config, plan, rates, fabric, software)
     stages = stage_times(times)

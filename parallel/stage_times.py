@@ -22,7 +22,7 @@ from parallel.communication import (
     sent_bytes,
 )
 from parallel.instructions import rank_of
-from parallel.kernels import LayerSeconds, Rates, block_pass, embedding_pass, head_pass, optimizer_s
+from parallel.kernels import PassSeconds, Rates, block_pass, embedding_pass, head_pass, optimizer_s
 from parallel.links import Fabric
 from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
@@ -33,7 +33,7 @@ from parallel.software import Software
 class LayerTime:
     """One micro-batch through one kind of layer: computation, and exposed communication of the tensor axis."""
 
-    compute: LayerSeconds
+    compute: PassSeconds
     tensor_forward_s: float
     tensor_backward_s: float  # recomputation's included
 
@@ -116,7 +116,7 @@ class LayerTimes:
             gather_s=self._seconds(call for call in calls if call.what == "weights"),
         )
 
-    def _layer(self, compute: LayerSeconds, calls: Sequence[Collective]) -> LayerTime:
+    def _layer(self, compute: PassSeconds, calls: Sequence[Collective]) -> LayerTime:
         exposed = {
             phase: self._seconds(call for call in calls if call.phase == phase and not call.hides)
             for phase in ("forward", "backward", "again")
