@@ -53,6 +53,13 @@ class Device:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
 
+    def memory_per_rank(self) -> int:
+        """Bytes that a rank may use: its GPU's, or its share of this machine's."""
+        if self.kind == "cuda":
+            return torch.cuda.get_device_properties(self.torch_device).total_memory
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
     def peak_memory_bytes(self) -> int:
         """Largest memory_bytes() so far in this process."""
         if self.kind == "cuda":
