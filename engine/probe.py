@@ -38,6 +38,7 @@ class Findings:
     """Everything measured on this cluster. Rates: FLOP/s and bytes/s of one device."""
 
     rank: int
+    device_kind: str
     device_name: str
     dtype: str
     threads: int | None  # of a rank; None on an accelerator
@@ -96,6 +97,7 @@ def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Cal
     return Findings(
         rank=dist.get_rank(),
         device_name=device.name,
+        device_kind=device.kind,
         dtype=config.precision.dtype.value,
         threads=device.threads,
         hosts=tuple(hosts),
