@@ -225,7 +225,7 @@ def test_a_run_that_cannot_be_filled_in_is_one_line(promotion, tmp_path):
 
 def test_a_profile_changed_on_the_command_line_is_not_climbed(promotion):
     promotion(Runs(one_device=failed("x"))).climbed()
-    with pytest.raises(ValueError, match="leave parallel.. to the profile"):
+    with pytest.raises(ValueError, match=r"leave parallel.. to the profile"):
         promotion(Runs(), "parallel.recompute=full")
 
 
