@@ -49,10 +49,37 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
 
     ranks: how many the plan is for, where they are not those that run now.
     """
+
+    def planned(config: Config, world_size: int) -> int:
+        world_size = world_size if ranks is None else ranks(config)
+        device = device_kind()
+        problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+        if problems:
+            raise ConfigError(problems)
+        share_cores(device)
+        plan = ParallelPlan.from_config(config, world_size, device=device)
+        return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
+
+    _run(planned)
+
+
+def main_without_plan(entry: Callable[[Config], int | None]) -> None:
+    """The same for a recipe that looks for a plan itself: only the ranges of numbers are checked."""
+
+    def unplanned(config: Config, world_size: int) -> int:
+        problems = range_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        return entry(config) or 0
+
+    _run(unplanned)
+
+
+def _run(task: Callable[[Config, int], int]) -> NoReturn:
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
-        code = _main(entry, argv, ranks)
+        code = _main(task, argv)
     except ConfigError as error:
         code = _refuse(error.problems)
     except KeyboardInterrupt:
@@ -112,7 +139,7 @@ def register() -> None:
     ConfigStore.instance().store("config_schema", Config)
 
 
-def _main(entry: Entry, argv: Sequence[str], ranks: Callable[[Config], int] | None) -> int:
+def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
     rank, world_size = world()
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
@@ -132,15 +159,7 @@ def _main(entry: Entry, argv: Sequence[str], ranks: Callable[[Config], int] | No
         if problems:
             raise ConfigError(problems)
         return _sweep() if flags.multirun else _hydra(lambda cfg: None)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir)
-    device = device_kind()
-    world_size = world_size if ranks is None else ranks(config)
-    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
-    if problems:
-        raise ConfigError(problems)
-    share_cores(device)
-    plan = ParallelPlan.from_config(config, world_size, device=device)
-    return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
+    return task(compose_config(flags.overrides, config_dir=flags.config_dir), world_size)
 
 
 def share_cores(device: str) -> None:

@@ -125,7 +125,11 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def _sentences() -> dict[tuple[str, str], str]:
     """(class, field) -> the comment on the field's last line."""
-    source = (CONF / "schema.py").read_text()
+    return {key: text for name in ("schema.py", "recipe_schema.py") for key, text in _sentences_of(CONF / name).items()}
+
+
+def _sentences_of(path: Path) -> dict[tuple[str, str], str]:
+    source = path.read_text()
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

@@ -60,12 +60,13 @@ RANGES: dict[Range, str] = {
         cluster.rates.memory_bandwidth
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
-        promote.ranks promote.tolerance promote.memory_limit promote.timeout_s
+        plan.top promote.ranks promote.tolerance promote.memory_limit promote.timeout_s
+        probe.smallest_message probe.largest_message probe.trials probe.trial_s
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
+        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,
@@ -97,6 +98,11 @@ def typed(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([" ".join(str(error).split())]) from None
     assert isinstance(config, Config)
+    stages = config.parallel.stages
+    if not (
+        stages is None or stages == "profile" or (isinstance(stages, list) and all(type(n) is int for n in stages))
+    ):
+        raise ConfigError([f"parallel.stages={stages} is not a way to cut; use null, profile, or a list such as [3,5]"])
     return config
 
 
@@ -161,7 +167,7 @@ def to_plain(value: Any) -> Any:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "benchmark", "promote", "checkpoint", "resume")
+    aside = ("run", "telemetry", "benchmark", "promote", "probe", "plan", "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

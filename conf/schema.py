@@ -23,6 +23,7 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.recipe_schema import BenchmarkConfig, PlanConfig, ProbeConfig, PromoteConfig
 
 
 @dataclass
@@ -62,7 +63,7 @@ class ParallelConfig:
     sequence_parallel: bool = False  # shard norms and dropout over the sequence on the tensor axis (arXiv:2205.05198)
     schedule: Schedule = Schedule["1f1b"]  # order of micro-batches: 1f1b, eager1f1b (faster, more memory), dualpipev
     order: Order = Order["pipe_data_tensor"]  # axes of the mesh, slowest first: the last one's ranks are neighbours
-    stages: Optional[list[int]] = None  # blocks per stage by hand, first to last; null: balanced by cost
+    stages: Any = None  # null: balanced by FLOPs; profile: by measured times; [3, 5]: blocks per stage, by hand
     recompute: Recompute = Recompute.none  # activations rebuilt in backward: none, selective (attention core), full
     recompute_interval: int = 1  # full: one saved input per this many blocks
 
@@ -184,6 +185,7 @@ class RatesConfig:
     micro_batch_s: float = 0.0  # seconds that each micro-batch costs a pipeline stage beside its kernels
     step_s: float = 0.0  # seconds that each optimizer step costs beside its kernels
     overlap: float = 1.0  # share of communication that may run beside computation and really does (CPU: 0)
+    dtype: Optional[DType] = None  # number format they were measured in; the 16-bit ones count as one
     source: Optional[str] = None  # where these numbers come from: a probe or a fit, with its date
 
 
@@ -237,36 +239,6 @@ class RunConfig:
 
 
 @dataclass
-class BenchmarkConfig:
-    """What recipes/benchmark.py compares, on the model, batch and precision of the rest of the config."""
-
-    plans: list[str] = field(
-        default_factory=lambda: ["tp1", "dp2", "dp2_zero1", "pp2", "pp2_eager1f1b", "tp2"]
-    )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, a schedule
-    checkpoints: bool = True  # measure saving and loading beside torch.save and torch.load, on one rank
-    peers: bool = True  # measure each plan beside programs of other packages that split the model the same way
-    warmup_steps: int = 2  # optimizer steps of each contender before anything is measured
-    steps: int = 2  # measured optimizer steps of a contender in one round
-    rounds: int = 5  # rounds; contenders on one mesh take turns in each
-    cores: Optional[int] = None  # CPU: threads over all ranks of a contender; null: the cores of this process
-
-
-@dataclass
-class PromoteConfig:
-    """What recipes/promote.py asks of a profile before it counts as promoted."""
-
-    ranks: Optional[int] = None  # of the whole plan; null: the cluster's devices, else tp x pp
-    steps: int = 8  # optimizer steps of each rung; a checkpoint is saved half-way, and gone on from
-    tolerance: float = 0.2  # share of the predicted step time by which the measured one may miss it
-    memory_limit: Optional[float] = None  # bytes of one device; null: cluster.memory_per_device, else what it has
-    baseline: Optional[str] = None  # folder of a one-device run that promote.run is compared with
-    run: Optional[str] = None  # folder of a finished run to fill in, instead of climbing
-    reuse: bool = False  # leave out rungs that passed in the last climb under the same conditions
-    dry_run: bool = False  # print the rungs and their commands, and stop
-    timeout_s: float = 900.0  # longest time for one rung, in seconds
-
-
-@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -280,7 +252,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     promote: PromoteConfig = field(default_factory=PromoteConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

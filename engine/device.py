@@ -60,11 +60,24 @@ class Device:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
+    @property
+    def threads(self) -> int | None:
+        """Threads that a rank computes with; None on an accelerator."""
+        return None if self.kind == "cuda" else torch.get_num_threads()
+
     def peak_memory_bytes(self) -> int:
         """Largest memory_bytes() so far in this process."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def release_freed_memory(self) -> None:
+        """Hand back what freed tensors left, so that memory measured from now on is that of what follows."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        elif platform.libc_ver()[0] == "glibc":
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed_memory() -> None:

@@ -195,9 +195,17 @@ def _attention_bytes(config: Config, s: Setting, fused: bool) -> float:
     if s.cpu and model.attention_dropout:
         return _composite_attention_bytes(config, s)
     kept += s.tokens * heads * FP32  # log-sum-exp
-    if s.cpu and s.element != FP32 and z.rotary:
-        kept += query  # the kernel's output lies as its query does, heads first; its copy, tokens first, is kept too
+    if z.rotary and _output_lies_as_query(config, s):
+        kept += query  # heads first, as rotation leaves the query; the copy with tokens first is kept too
     return kept
+
+
+def _output_lies_as_query(config: Config, s: Setting) -> bool:
+    """Flash attention's output does (torch._meta_registrations), on a CPU in 16 bit too. The memory-efficient kernel's,
+    which CUDA takes under a mask unless key-value heads are shared, has tokens first; so has our own on a CPU."""
+    if s.cpu:
+        return s.element != FP32
+    return not config.data.mask_documents or sizes(config.model).num_key_value_heads < config.model.num_attention_heads
 
 
 def _composite_attention_bytes(config: Config, s: Setting) -> float:

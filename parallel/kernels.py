@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from conf.schema import ClusterConfig, Config
+from conf.schema import ClusterConfig, Config, DType
 from parallel.plan import ParallelPlan
 from parallel.sizes import sizes
+from parallel.software import Software
 from parallel.states import StateBytes
 
 FP32 = 4
@@ -40,8 +41,14 @@ class Rates:
     overlap: float
 
     @classmethod
-    def from_config(cls, cluster: ClusterConfig) -> Rates:
-        """Raises ValueError where one is not known."""
+    def from_config(cls, cluster: ClusterConfig, dtype: DType) -> Rates:
+        """Raises ValueError where one is not known, or known in a format of another width."""
+        measured = cluster.rates.dtype
+        if measured is not None and StateBytes.of(measured) != StateBytes.of(dtype):
+            raise ValueError(
+                f"cluster.rates of cluster={cluster.name} are those of {measured.value}, not of precision.dtype="
+                f"{dtype.value}; use precision={measured.value}, or measure them with recipes/probe.py"
+            )
         names = [field.name for field in fields(cls)]
         missing = [name for name in names if getattr(cluster.rates, name) is None]
         if missing:
@@ -62,17 +69,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Software:
-    """What the program does that runs the plan; the default is this repository."""
-
-    fused_attention: bool = True
-    partitioned_sends: bool = False  # each tensor rank sends its share between stages, and the shares are gathered
-    unaligned_slowdown: float = 1.0  # unfused attention: factor where head_dim is no multiple of 8
-    hides_data: bool = False  # gradients of ZeRO 0 and 1 are reduced beside the last backward
-
-
-@dataclass(frozen=True)
-class LayerSeconds:
+class PassSeconds:
     """Seconds of one micro-batch through one layer on one tensor rank, communication excluded."""
 
     forward_s: float
@@ -85,7 +82,7 @@ class LayerSeconds:
         return self.forward_s + self.backward_s + self.again_s
 
 
-def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> LayerSeconds:
+def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> PassSeconds:
     """One transformer block."""
     model, s, tp = config.model, sizes(config.model), plan.tensor_model_parallel_size
     tokens, element = _tokens(config, plan), StateBytes.of(config.precision.dtype)
@@ -107,7 +104,7 @@ def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     pointwise = rates.pointwise_s(moved, kernels=8)
     forward = matrices + core + pointwise
     again = {"none": 0.0, "selective": core, "full": forward}[plan.recompute]
-    return LayerSeconds(forward, 2 * matrices + core_backward + 2 * pointwise, again, matrices)
+    return PassSeconds(forward, 2 * matrices + core_backward + 2 * pointwise, again, matrices)
 
 
 def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Software) -> tuple[float, float]:
@@ -128,20 +125,20 @@ def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     )
 
 
-def embedding_pass(config: Config, plan: ParallelPlan, rates: Rates) -> LayerSeconds:
+def embedding_pass(config: Config, plan: ParallelPlan, rates: Rates) -> PassSeconds:
     """The look-up reads and writes one hidden vector a token; backward adds it to the table's gradient."""
     moved = 3 * _tokens(config, plan) * config.model.hidden_size * StateBytes.of(config.precision.dtype)
     once = rates.pointwise_s(moved)
-    return LayerSeconds(once, 2 * once)
+    return PassSeconds(once, 2 * once)
 
 
-def head_pass(config: Config, plan: ParallelPlan, rates: Rates) -> LayerSeconds:
+def head_pass(config: Config, plan: ParallelPlan, rates: Rates) -> PassSeconds:
     """Final norm, logits [B, S, V/T] and loss."""
     tokens, element = _tokens(config, plan), StateBytes.of(config.precision.dtype)
     vocab = plan.padded_vocab_size / plan.tensor_model_parallel_size
     product = rates.matrix_s(tokens, config.model.hidden_size, vocab, element=element)
     loss = rates.pointwise_s(LOSS_BYTES * tokens * vocab, kernels=4)
-    return LayerSeconds(product + loss, 2 * product, 0.0, product)
+    return PassSeconds(product + loss, 2 * product, 0.0, product)
 
 
 def optimizer_s(parameters: float, config: Config, plan: ParallelPlan, rates: Rates) -> float:

@@ -63,17 +63,21 @@ class Fabric:
 
 def collective_seconds(operation: str, number_of_bytes: float, *, group_size: int, link: Link) -> float:
     """alpha-beta time of one call; see the head of this file."""
-    bytes_s, hops, share = number_of_bytes / link.bandwidth, group_size - 1, (group_size - 1) / group_size
+    bytes_s = number_of_bytes / link.bandwidth
+    return min(messages * link.latency_s + share * bytes_s for messages, share in ways(operation, group_size))
+
+
+def ways(operation: str, group_size: int) -> tuple[tuple[float, float], ...]:
+    """(messages one after the other, bytes sent over the bytes of the tensor) of each algorithm: ring, then tree."""
+    hops, share, levels = group_size - 1, (group_size - 1) / group_size, log2(group_size)
     if operation == "send_recv":
-        return link.latency_s + bytes_s
-    ring = hops * link.latency_s + share * bytes_s
+        return ((1, 1),)
     if operation in ("all_gather", "reduce_scatter"):
-        return ring
-    levels = log2(group_size)
+        return ((hops, share),)
     if operation == "broadcast":
-        return min(hops * link.latency_s, levels * link.latency_s) + bytes_s
+        return (hops, 1), (levels, 1)
     assert operation == "all_reduce", operation
-    return min(2 * ring, 2 * (levels * link.latency_s + bytes_s))
+    return (2 * hops, 2 * share), (2 * levels, 2)
 
 
 def _known(name: str, link: LinkConfig, cluster: str) -> Link:

@@ -38,6 +38,7 @@ from parallel.states import (
 # the step's large flat tensors are counted as if they never fitted where activations were freed, as BLOOM's runs show.
 CONTEXT_BYTES, COMMUNICATOR_BYTES = 1_343_000_000, 688_000_000
 LIVE_PARAMETERS = 1_000_000_000  # gathered weights that ZeRO 3 keeps at most (stage3_max_live_parameters)
+SUB_GROUP = 1_000_000_000  # values that ZeRO 3 steps at once (sub_group_size)
 
 
 def predict(
@@ -267,6 +268,8 @@ class _Stages:
         stage, dtype = self.plan.zero_stage, self.config.precision.dtype
         if stage == 0:
             return part * 2 * FP32 if dtype is DType.fp16 else 0
-        if uses_bf16_optimizer(self.config) or stage == 3:
+        if uses_bf16_optimizer(self.config):
             return 0
+        if stage == 3:
+            part = min(part, SUB_GROUP)
         return part * (self.accumulated + (FP32 if self.accumulated != FP32 else 0))

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
-from parallel import rules
-from parallel.stages import balance, boundaries, fold
-from parallel.states import stage_loads
+from parallel import rules, stage_split
+from parallel.stages import LayerSeconds, balance, boundaries, fold
 from parallel.topology import AXES, Topology
 
 
@@ -49,10 +48,15 @@ class ParallelPlan:
     recompute_interval: int
     warnings: tuple[str, ...]
     order: tuple[str, ...] = AXES  # of the mesh's axes, the slowest first
+    layer_seconds: LayerSeconds | None = None  # what stages were balanced by; None: predicted FLOPs, or by hand
 
     @classmethod
-    def from_config(cls, config: Config, world_size: int, *, device: str | None = None) -> ParallelPlan:
+    def from_config(
+        cls, config: Config, world_size: int, *, device: str | None = None, layer_seconds: LayerSeconds | None = None
+    ) -> ParallelPlan:
         """Derive the plan for `world_size` ranks of `device` ("cpu" or "cuda"; None leaves its rules out).
+
+        layer_seconds: measured, to balance stages by (parallel.stages=profile) in place of predicted FLOPs.
 
         Raises PlanError with every problem.
         """
@@ -79,12 +83,13 @@ class ParallelPlan:
                 config.model.vocab_size, divisor=config.model.make_vocab_size_divisible_by, tp=parallel.tp
             ),
             stage_layers=boundaries(
-                _blocks_per_stage(config, dp=dp, num_micro_batches=num_micro_batches, device=device or "cuda")
+                _blocks_per_stage(config, dp, num_micro_batches, device=device or "cuda", layer_seconds=layer_seconds)
             ),
             recompute=parallel.recompute.value,
             recompute_interval=parallel.recompute_interval,
             warnings=tuple(rules.warnings(config, num_micro_batches=num_micro_batches)),
             order=tuple(parallel.order.value.split("_")),
+            layer_seconds=layer_seconds,
         )
 
     @property
@@ -139,14 +144,20 @@ def padded_vocab_size(vocab_size: int, *, divisor: int, tp: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _blocks_per_stage(config: Config, *, dp: int, num_micro_batches: int, device: str) -> list[int]:
+def _blocks_per_stage(
+    config: Config, dp: int, num_micro_batches: int, *, device: str, layer_seconds: LayerSeconds | None
+) -> list[int]:
     """By hand, or balanced by cost; per virtual stage under dualpipev."""
-    if config.parallel.stages is not None:
+    if isinstance(config.parallel.stages, list):
         return list(config.parallel.stages)
     layers = config.model.num_layers
-    loads = stage_loads(config, dp=dp, num_micro_batches=num_micro_batches, device=device)
+    loads = stage_split.loads(
+        config, dp=dp, num_micro_batches=num_micro_batches, device=device, layer_seconds=layer_seconds
+    )
     limit = None if config.cluster.memory_per_device is None else int(config.cluster.memory_per_device)
     if config.parallel.schedule.value == "dualpipev":
         ranks = balance(layers, loads, least=2, memory_limit=limit)
-        return fold(ranks, head_in_blocks=loads[0].fixed_flops / loads[0].block_flops)
+        embedding = 0 if layer_seconds is None else round(1e9 * layer_seconds.embedding)
+        head = loads[0].fixed_flops - embedding
+        return fold(ranks, head_in_blocks=(head - embedding) / loads[0].block_flops)
     return balance(layers, loads, memory_limit=limit)

@@ -22,11 +22,16 @@ def problems(config: Config, *, world_size: int, device: str | None) -> list[str
     )  # fmt: skip
     if min(positive) < 1:
         return []  # the range checks of conf.load say so; nothing can be divided by these
-    lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config), *_zero(config)]
-    lines += [*_precision(config, device), *_world(config, world_size)]
+    lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config)]
+    lines += [*states_problems(config, device=device), *_world(config, world_size)]
     if world_size % (parallel.tp * parallel.pp) == 0:
         lines += _batch(config, world_size // (parallel.tp * parallel.pp))
     return lines
+
+
+def states_problems(config: Config, *, device: str | None) -> list[str]:
+    """Those that ZeRO and precision make, whatever the mesh but for parallel.pp."""
+    return [*_zero(config), *_precision(config, device)]
 
 
 def _divisors(*numbers: int, least: int = 1) -> list[int]:
@@ -98,7 +103,7 @@ def _pipeline(config: Config) -> Iterator[str]:
             f"model.num_layers={layers} is less than the {stages} stages of parallel.pp={parallel.pp}{twice}; "
             f"use parallel.pp of at most {max(1, layers // (2 if dual else 1))}"
         )
-    if parallel.stages is not None:
+    if isinstance(parallel.stages, list):
         given = parallel.stages
         if len(given) != stages:
             yield f"parallel.stages={given} names {len(given)} stages, the plan has {stages}; give {stages} numbers"
@@ -233,6 +238,8 @@ def warnings(config: Config, *, num_micro_batches: int) -> list[str]:
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         lines.append("parallel.sequence_parallel=true has no effect at parallel.tp=1")
+    if parallel.stages == "profile" and pp == 1:
+        lines.append("parallel.stages=profile has no effect at parallel.pp=1")
     if parallel.recompute is not Recompute.full and parallel.recompute_interval != 1:
         lines.append(
             f"parallel.recompute_interval={parallel.recompute_interval} has no effect with "

@@ -5,19 +5,21 @@ be, by dynamic programming; of the cuts that reach it the most even one is taken
 even memory (the first stages hold more micro-batches, and the embedding). Every stage holds at least one block; the
 head never leaves the final norm.
 
+Where layers were measured, the cost is nanoseconds in place of FLOPs.
+
 The ordered layer list: 0 embedding, 1..L blocks, L + 1 final norm, L + 2 head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one stage costs: `fixed` beside its blocks, `block` for each of them. FLOPs, and bytes."""
+    """What one stage costs: `fixed` beside its blocks, `block` for each of them. FLOPs (or nanoseconds), and bytes."""
 
     fixed_flops: int
     block_flops: int
@@ -31,6 +33,52 @@ class Load:
         return self.fixed_bytes + blocks * self.block_bytes
 
 
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Measured seconds of one micro-batch's forward and backward through a layer; head: with final norm and loss."""
+
+    embedding: float
+    block: float
+    head: float
+
+
+def timed(loads: Sequence[Load], seconds: LayerSeconds, *, head_on: int) -> list[Load]:
+    """The same loads with nanoseconds for FLOPs; the embedding is on the first rank, the head on rank `head_on`."""
+    fixed = [0.0] * len(loads)
+    fixed[0] += seconds.embedding
+    fixed[head_on] += seconds.head
+    return [
+        replace(load, fixed_flops=round(1e9 * ends), block_flops=round(1e9 * seconds.block))
+        for load, ends in zip(loads, fixed, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Blocks per pipeline rank of a split and of the uniform one, and the slowest rank's cost (unit of the loads)."""
+
+    counts: tuple[int, ...]
+    slowest: int
+    uniform: tuple[int, ...]
+    slowest_of_uniform: int
+
+    @property
+    def gain(self) -> float:
+        """The uniform split's slowest rank takes so many times as long."""
+        return self.slowest_of_uniform / self.slowest
+
+
+def compare_with_uniform(counts: Sequence[int], loads: Sequence[Load]) -> Comparison:
+    """A split by cost beside the split by count: as even as it can be, the first ranks one more where it is not."""
+    each, more = divmod(sum(counts), len(counts))
+    uniform = tuple(each + (rank < more) for rank in range(len(counts)))
+
+    def slowest(split: Sequence[int]) -> int:
+        return max(load.flops(n) for load, n in zip(loads, split, strict=True))
+
+    return Comparison(tuple(counts), slowest(counts), uniform, slowest(uniform))
+
+
 def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_limit: int | None = None) -> list[int]:
     """Blocks per stage, in order, at least `least` each.
 
@@ -40,13 +88,11 @@ def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_li
     if num_blocks < least * len(loads):
         raise ValueError(f"{num_blocks} blocks cannot fill {len(loads)} stages of at least {least}; use fewer stages")
     allowed = _within(num_blocks, loads, least, memory_limit)
-    if memory_limit is not None and _solve(num_blocks, loads, allowed, lambda load, n: (0, 0)) is None:
+    if any(not counts for counts in allowed) or sum(counts[-1] for counts in allowed) < num_blocks:
         allowed = _within(num_blocks, loads, least, None)
     slowest = _least_maximum(num_blocks, loads, allowed)
     fast = [[n for n in counts if load.flops(n) <= slowest] for load, counts in zip(loads, allowed, strict=True)]
-    counts = _solve(num_blocks, loads, fast, lambda load, n: (load.flops(n) ** 2, load.bytes(n) ** 2))
-    assert counts is not None
-    return counts
+    return _solve(num_blocks, loads, fast, lambda load, n: (load.flops(n) ** 2, load.bytes(n) ** 2))
 
 
 def _within(num_blocks: int, loads: Sequence[Load], least: int, memory_limit: int | None) -> list[list[int]]:
@@ -80,22 +126,33 @@ def _solve(
     loads: Sequence[Load],
     allowed: Sequence[Sequence[int]],
     cost: Callable[[Load, int], tuple[int, int]],
-) -> list[int] | None:
-    """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; None where no counts do."""
-    best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [])}
-    for load, counts in zip(loads, allowed, strict=True):
-        step: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        prices = [(n, cost(load, n)) for n in counts]
-        for done, (paid, taken) in best.items():
-            for n, price in prices:
+) -> list[int]:
+    """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; there must be some."""
+    most_after = [sum(counts[-1] for counts in allowed[stage + 1 :]) for stage in range(len(allowed))]
+    least_after = [sum(counts[0] for counts in allowed[stage + 1 :]) for stage in range(len(allowed))]
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # blocks given out so far -> what that costs
+    taken: list[dict[int, int]] = []  # a stage -> blocks given out up to it -> how many it took
+    for load, counts, most, least in zip(loads, allowed, most_after, least_after, strict=True):
+        step: dict[int, tuple[int, int]] = {}
+        took: dict[int, int] = {}
+        prices = [(n, *cost(load, n)) for n in counts]
+        for done, (flops, held) in best.items():
+            for n, more_flops, more_held in prices:
                 total = done + n
-                if total > num_blocks:
+                if total + least > num_blocks:
                     break
-                both = (paid[0] + price[0], paid[1] + price[1])
-                if total not in step or both < step[total][0]:
-                    step[total] = (both, [*taken, n])
+                if total + most < num_blocks:
+                    continue
+                both = (flops + more_flops, held + more_held)
+                if total not in step or both < step[total]:
+                    step[total], took[total] = both, n
         best = step
-    return best[num_blocks][1] if num_blocks in best else None
+        taken.append(took)
+    chosen, left = [], num_blocks
+    for took in reversed(taken):
+        chosen.append(took[left])
+        left -= took[left]
+    return chosen[::-1]
 
 
 def fold(counts: Sequence[int], *, head_in_blocks: float) -> list[int]:

@@ -26,6 +26,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.checkpoints import Checkpoints
     from engine.failure import refuse
     from engine.loop import Run, train
+    from engine.profile_layers import measured_plan
     from engine.records import RunRecords
     from engine.resume import begin, choose_start
     from engine.sample import sample_text
@@ -43,6 +44,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
         if start.complete:
             announce(start.note)
             return 0
+        session.plan = plan = measured_plan(session)
         with RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records:
             trainer = build_trainer(
                 config, plan, session.groups, streams=session.streams, device=session.device,

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from conf.schema import Config
+from parallel import stage_split
 from parallel.plan import ParallelPlan
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.sinks import duration
@@ -71,6 +72,7 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
         f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
         f"profile   {profile}",
         f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
+        *([f"          {stage_split.describe(config, plan)}"] if plan.pipeline_model_parallel_size > 1 else []),
         f"batch     {batches}, {config.data.sequence_length} tokens each",
         f"device    {plan.world_size} x {device_name}",
     ]

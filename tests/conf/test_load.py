@@ -8,6 +8,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
+from conf.cli import compose_config
 from conf.knobs import knobs
 from conf.load import RANGES, ConfigError, fingerprint, load, range_problems, to_plain
 from conf.schema import Config
@@ -84,3 +85,11 @@ def test_the_fingerprint_follows_what_is_computed_and_not_where_it_is_written():
 
 def test_every_knob_has_a_sentence():
     assert [knob.key for knob in knobs() if not knob.sentence] == []
+
+
+@pytest.mark.parametrize("stages", ["profiled", "[1, two]", "[1.5, 2]", "3", "true", "{a: 1}"])
+def test_stages_are_null_profile_or_whole_numbers(stages):
+    with pytest.raises(ConfigError, match=r"parallel\.stages=.* use null, profile, or a list such as \[3,5\]"):
+        compose_config([f"parallel.stages={stages}"])
+    assert compose_config(["parallel.stages=profile"]).parallel.stages == "profile"
+    assert compose_config(["parallel.stages=null"]).parallel.stages is None

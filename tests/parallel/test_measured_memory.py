@@ -39,7 +39,6 @@ OUTSIDE = {  # those of nanotron are not explained: its figure does not say what
     "r0353": "nanotron: 64 GB with ZeRO 1 over 4 ranks, as much as without (r0361); predicted 48",
     "r0357": "nanotron, 32 stages: 61 GB, predicted 53",
     "r0358": "nanotron: 16.3 GB, predicted 18.4, of which 2.7 are context and communicators",
-    "r0363": "nanotron: 53 GB, predicted 47",
     "r0364": "nanotron: 61 GB, predicted 71, of which 9 are the copy in which gradients travel",
 }
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.plan import ParallelPlan
-from parallel.stages import Load, balance, boundaries, fold
+from parallel.stage_split import describe
+from parallel.stages import LayerSeconds, Load, balance, boundaries, compare_with_uniform, fold, timed
 from tests.parallel.configs import tiny
 
 
@@ -92,3 +93,55 @@ def test_dualpipev_balances_the_pairs_of_stages():
     blocks = [last - first for first, last in ParallelPlan.from_config(config, 2).stage_layers]
     # Rank 0 holds the head (about 5 blocks at this vocabulary) and so fewer blocks than rank 1.
     assert (blocks[0] - 1) + (blocks[3] - 2) < blocks[1] + blocks[2]
+
+
+def test_uniform_gives_the_first_ranks_one_block_more():
+    assert compare_with_uniform([2, 3], [Load(0, 1)] * 2).uniform == (3, 2)
+    assert compare_with_uniform([4, 3, 3, 1], [Load(0, 1)] * 4).uniform == (3, 3, 3, 2)
+
+
+def test_a_split_is_shown_beside_uniform_by_its_slowest_rank():
+    found = compare_with_uniform([5, 3], [Load(0, 10), Load(20, 10)])
+    assert (found.slowest, found.slowest_of_uniform, found.gain) == (50, 60, 1.2)
+
+
+@given(loads, st.integers(4, 9))
+def test_no_balanced_split_is_slower_than_uniform(stages, blocks):
+    assert compare_with_uniform(balance(blocks, stages), stages).gain >= 1
+
+
+def test_measured_times_take_the_place_of_flops_and_leave_bytes():
+    seconds = LayerSeconds(embedding=1e-3, block=2e-3, head=10e-3)
+    of = [Load(0, 7, 100, 9), Load(5, 7, 200, 9)]
+    assert timed(of, seconds, head_on=-1) == [Load(1_000_000, 2_000_000, 100, 9), Load(10_000_000, 2_000_000, 200, 9)]
+    assert timed(of, seconds, head_on=0)[0].fixed_flops == 11_000_000
+
+
+def test_a_plan_is_balanced_by_measured_times_where_they_are_given():
+    config = tiny(model__num_layers=8, parallel__pp=2)
+    config.parallel.stages = "profile"
+    light = ParallelPlan.from_config(config, 2, layer_seconds=LayerSeconds(0.0, 2e-3, 0.0))
+    heavy = ParallelPlan.from_config(config, 2, layer_seconds=LayerSeconds(0.0, 2e-3, 8e-3))
+    assert light.stage_layers == ((0, 5), (5, 11)) and heavy.stage_layers == ((0, 7), (7, 11))
+    # 6 blocks against 2 and the head: 12 ms each; uniform: 4 blocks and the head, 16 ms.
+    assert describe(config, heavy) == (
+        "by measured times (embedding 0 ms, block 2 ms, norm, head and loss 8 ms): slowest stage 12 ms a micro-batch; "
+        "uniform split 4, 4 blocks: 16 ms, 1.33 x"
+    )
+    assert describe(config, light).endswith("slowest stage 8 ms a micro-batch, as uniform")
+
+
+def test_flops_and_stages_by_hand_are_shown_beside_uniform_too():
+    config = tiny(model__vocab_size=4096, model__num_layers=8, parallel__pp=2)
+    assert describe(config, ParallelPlan.from_config(config, 2)).startswith("by predicted FLOPs: slowest stage ")
+    config.parallel.stages = [2, 6]
+    assert describe(config, ParallelPlan.from_config(config, 2)).startswith("given by hand: slowest stage ")
+
+
+def test_under_dualpipev_the_measured_embedding_and_head_are_both_on_rank_0():
+    config = tiny(model__num_layers=12, parallel__pp=2, parallel__schedule="dualpipev", train__global_batch_size=8)
+    config.parallel.stages = "profile"
+    plan = ParallelPlan.from_config(config, 2, layer_seconds=LayerSeconds(1e-3, 1e-3, 3e-3))
+    blocks = [last - first for first, last in plan.stage_layers]
+    # Rank 0: 4 blocks, embedding 1 and head 3; rank 1: 8 blocks. Rank 0's halves: embedding and 3; 1 and the head.
+    assert (blocks[0] - 1, blocks[1], blocks[2], blocks[3] - 2) == (3, 4, 4, 1)
