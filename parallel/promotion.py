@@ -7,6 +7,7 @@ software versions and batch shape it was observed under, and for nothing else. P
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,8 @@ def parity_failures(
     wrong = [step for step in steps if not off[step] <= allowed[step]]  # so written that a nan is wrong
     if not wrong:
         return []
-    worst = max(wrong, key=lambda step: off[step] / allowed[step])
+    unordered = [step for step in wrong if not math.isfinite(off[step])]
+    worst = unordered[0] if unordered else max(wrong, key=lambda step: off[step] - allowed[step])
     line = (
         f"the loss of step {worst} is {losses[worst]:.8g} and the baseline's {baseline[worst]:.8g}: "
         f"{off[worst]:.2g} apart, {allowed[worst]:.2g} is allowed ({len(wrong)} of {len(steps)} steps are off)"

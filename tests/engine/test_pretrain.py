@@ -76,6 +76,7 @@ def test_four_ranks_leave_one_folder_one_wandb_run_and_the_numbers_of_one_rank(l
     assert config["parallel"]["pp"] == 2
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["data_parallel_size"], len(plan["predicted_bytes"])) == (2, 4)
+    check_profile(run, config, done.stdout)
     for part in (
         "validation loss",
         "tokens/s",
@@ -87,6 +88,27 @@ def test_four_ranks_leave_one_folder_one_wandb_run_and_the_numbers_of_one_rank(l
     sample = [line for line in done.stdout.splitlines() if line.startswith("    def ")]
     assert sample, done.stdout
     assert "Warning" not in done.stdout + done.stderr
+
+
+def check_profile(run: Path, wandb_config: dict, output: str) -> None:
+    """The profile is named everywhere; its prediction and what was measured are side by side (two stages)."""
+    profile = json.loads((run / "run.json").read_text())["profile"]
+    assert (profile["name"], profile["version"], len(profile["hash"])) == ("tp1_pp2", 1, 64)
+    assert profile["standing"].startswith(("predicted only", "not observed here"))
+    [start] = [row for row in map(json.loads, (run / "timeline.jsonl").open()) if row["event"] == "start"]
+    assert (
+        json.loads((run / "plan.json").read_text())["profile"] == start["profile"] == wandb_config["profile"] == profile
+    )
+    found = json.loads((run / "prediction.json").read_text())
+    assert found["profile"] == profile and len(found["stages"]) == 2 and len(found["peak_bytes"]) == 4
+    for stage in found["stages"]:
+        for name in ("weights", "gradients", "master_weights", "optimizer_moments"):
+            assert stage["memory"][name]["measured"] == stage["memory"][name]["predicted"] > 0
+        assert stage["memory"]["activations"]["measured"] > 0
+        assert 0 < stage["bubble"]["measured"] < 1 and stage["bubble"]["predicted"] is None
+    assert found["step_s"]["measured"] > 0 and found["step_s"]["predicted"] is None
+    assert "predicted and measured" in output and "measure them with recipes/probe.py" in output
+    assert output.index("predicted and measured") < output.index("train loss")
 
 
 def test_bad_text_is_one_line_with_file_and_row(tmp_path: Path) -> None:

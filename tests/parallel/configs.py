@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from conf.schema import Config, DataConfig, Family, ModelConfig
+from conf.schema import ClusterConfig, Config, DataConfig, Family, LinkConfig, ModelConfig, RatesConfig
 
 
 def tiny(**changes: Any) -> Config:
@@ -54,3 +55,12 @@ def changed(config: Config, **changes: Any) -> Config:
         kind = type(getattr(section, name))
         setattr(section, name, kind(value) if isinstance(value, str) else value)
     return config
+
+
+def measured_cluster(**changes: Any) -> ClusterConfig:
+    """Of one node, with links and rates, so that times can be predicted."""
+    rates = RatesConfig(
+        matrix_flops=2e10, operand_bandwidth=5e9, attention_flops=1e10, memory_bandwidth=5e9, kernel_s=1e-5
+    )
+    link = LinkConfig("loopback", bandwidth=5e8, latency_s=2e-4)
+    return replace(ClusterConfig(name="measured", intra_node=link, rates=rates), **changes)
