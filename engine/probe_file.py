@@ -56,6 +56,7 @@ def as_yaml(found: Findings, *, name: str) -> str:
         f"  attention_flops: {_number(found.attention_flops)}",
         f"  memory_bandwidth: {_number(found.memory_bandwidth)}",
         f"  kernel_s: {_number(found.matrix.kernel_s)}",
+        *([] if found.overlap is None else [f"  overlap: {found.overlap.share:.3f}"]),
         f"  source: recipes/probe.py on {day}, {found.dtype}",
     ]
     return "\n".join(lines) + "\n"
