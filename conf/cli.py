@@ -44,12 +44,15 @@ EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 
 
-def main(entry: Entry) -> None:
-    """Run the recipe on this rank and exit with its code (None is 0); 2 for a bad config, 130 for Ctrl-C."""
+def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
+    """Run the recipe on this rank and exit with its code (None is 0); 2 for a bad config, 130 for Ctrl-C.
+
+    ranks: how many the plan is for, where they are not those that run now.
+    """
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
-        code = _main(entry, argv)
+        code = _main(entry, argv, ranks)
     except ConfigError as error:
         code = _refuse(error.problems)
     except KeyboardInterrupt:
@@ -109,7 +112,7 @@ def register() -> None:
     ConfigStore.instance().store("config_schema", Config)
 
 
-def _main(entry: Entry, argv: Sequence[str]) -> int:
+def _main(entry: Entry, argv: Sequence[str], ranks: Callable[[Config], int] | None) -> int:
     rank, world_size = world()
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
@@ -131,6 +134,7 @@ def _main(entry: Entry, argv: Sequence[str]) -> int:
         return _sweep() if flags.multirun else _hydra(lambda cfg: None)
     config = compose_config(flags.overrides, config_dir=flags.config_dir)
     device = device_kind()
+    world_size = world_size if ranks is None else ranks(config)
     problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
     if problems:
         raise ConfigError(problems)

@@ -39,6 +39,7 @@ class Range:
 POSITIVE = Range(lambda x: x > 0, "must be positive")
 AT_LEAST_0 = Range(lambda x: x >= 0, "must be 0 or more")
 SHARE = Range(lambda x: 0 <= x < 1, "must be at least 0 and below 1")
+ENOUGH = Range(lambda x: x >= 5, "must be 5 or more: two to settle and three that are timed")
 KEPT = Range(lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for all")
 FACTOR = Range(lambda x: x == 0 or x > 1, "must be above 1, or 0 for none")
 UP_TO_1 = Range(lambda x: 0 <= x <= 1, "must be from 0 to 1")
@@ -60,6 +61,7 @@ RANGES: dict[Range, str] = {
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
+        promote.ranks promote.tolerance promote.memory_limit promote.timeout_s
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
@@ -69,6 +71,7 @@ RANGES: dict[Range, str] = {
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,
     KEPT: "checkpoint.keep_last",
+    ENOUGH: "promote.steps",
     FACTOR: "train.spike_factor",
     SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
@@ -164,7 +167,7 @@ def to_plain(value: Any) -> Any:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "benchmark", "probe", "checkpoint", "resume")
+    aside = ("run", "telemetry", "benchmark", "probe", "promote", "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,35 +8,21 @@ micro-batches, padded vocabulary) are not here: `parallel.plan.ParallelPlan` der
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Optional
 
-# Members go by the name that is typed, and "1f1b" and "continue" are no Python names.
-Family = Enum("Family", {"gpt2": "gpt2", "llama": "llama"}, type=str)
-Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
-# Axes of the mesh of ranks, the slowest first: ranks that differ in the last one are neighbours.
-Order = Enum(
-    "Order",
-    {
-        "pipe_data_tensor": "pipe_data_tensor",
-        "pipe_tensor_data": "pipe_tensor_data",
-        "data_pipe_tensor": "data_pipe_tensor",
-        "data_tensor_pipe": "data_tensor_pipe",
-        "tensor_pipe_data": "tensor_pipe_data",
-        "tensor_data_pipe": "tensor_data_pipe",
-    },
-    type=str,
+from conf.choices import (
+    BadLine,
+    DType,
+    Family,
+    LRSchedule,
+    LRUnit,
+    OnBadStep,
+    OnSaveError,
+    Order,
+    Recompute,
+    Schedule,
+    WandbMode,
 )
-Recompute = Enum("Recompute", {"none": "none", "selective": "selective", "full": "full"}, type=str)
-DType = Enum("DType", {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}, type=str)
-LRSchedule = Enum(
-    "LRSchedule", {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "wsd"}, type=str
-)
-LRUnit = Enum("LRUnit", {"steps": "steps", "tokens": "tokens"}, type=str)
-BadLine = Enum("BadLine", {"fail": "fail", "skip": "skip"}, type=str)
-OnBadStep = Enum("OnBadStep", {"skip": "skip", "rollback": "rollback"}, type=str)
-OnSaveError = Enum("OnSaveError", {"continue": "continue", "stop": "stop"}, type=str)
-WandbMode = Enum("WandbMode", {"offline": "offline", "online": "online", "disabled": "disabled"}, type=str)
 
 
 @dataclass
@@ -237,6 +223,7 @@ class TelemetryConfig:
 
     log_interval: int = 1  # steps between console lines (metrics.jsonl has every step)
     plot: bool = True  # write the loss curve as PNG at the end
+    time_collectives: bool = False  # time each axis's collectives in the second step, one by one
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
@@ -277,6 +264,21 @@ class ProbeConfig:
 
 
 @dataclass
+class PromoteConfig:
+    """What recipes/promote.py asks of a profile before it counts as promoted."""
+
+    ranks: Optional[int] = None  # of the whole plan; null: the cluster's devices, else tp x pp
+    steps: int = 8  # optimizer steps of each rung; a checkpoint is saved half-way, and gone on from
+    tolerance: float = 0.2  # share of the predicted step time by which the measured one may miss it
+    memory_limit: Optional[float] = None  # bytes of one device; null: cluster.memory_per_device, else what it has
+    baseline: Optional[str] = None  # folder of a one-device run that promote.run is compared with
+    run: Optional[str] = None  # folder of a finished run to fill in, instead of climbing
+    reuse: bool = False  # leave out rungs that passed in the last climb under the same conditions
+    dry_run: bool = False  # print the rungs and their commands, and stop
+    timeout_s: float = 900.0  # longest time for one rung, in seconds
+
+
+@dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -291,6 +293,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    promote: PromoteConfig = field(default_factory=PromoteConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

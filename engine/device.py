@@ -53,11 +53,12 @@ class Device:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
 
-    def total_memory_bytes(self) -> int:
-        """Of the accelerator, or of the machine, which all ranks on it share."""
+    def memory_per_rank(self) -> int:
+        """Bytes that a rank may use: its GPU's, or its share of this machine's."""
         if self.kind == "cuda":
             return torch.cuda.get_device_properties(self.torch_device).total_memory
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
     @property
     def threads(self) -> int | None:

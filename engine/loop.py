@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from statistics import median
+from typing import Any
 
 from conf.schema import Config, OnBadStep
 from corpus.batches import StepBatches, evaluation_batches
@@ -60,7 +61,9 @@ def samples_after(plan: ParallelPlan, steps: int) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with: data, checkpoints, and the timeline that its events go to."""
+    """What the loop works with: data, checkpoints, and the timeline that its events go to. watch: entered around every
+    train_batch.
+    """
 
     trainer: Trainer
     session: Session
@@ -69,6 +72,7 @@ class Run:
     rates: Rates
     checkpoints: Checkpoints
     timeline: Timeline
+    watch: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext
 
     @cached_property
     def total_tokens(self) -> int:
@@ -155,7 +159,8 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
     tokens = progress.tokens + step_tokens
     lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=run.total_tokens)
     session.streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
-    result = trainer.train_batch(batches, lr=lr)
+    with run.watch(trainer):
+        result = trainer.train_batch(batches, lr=lr)
     step_time = device.now() - start
     rate = step_tokens * model_flops_per_token(config.model, sequence) / step_time / plan.world_size
     pace = median([report.step_time_s for report in recent] + [step_time])

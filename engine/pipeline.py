@@ -27,6 +27,7 @@ from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
 from engine.eager_schedule import EagerExchange
 from engine.gradients import clip_factor, global_norm
+from engine.instruction_clock import InstructionClock
 from engine.loss import TokenLoss, count_unmasked, loss_scale
 from engine.optimizer import build_optimizer, parameter_groups
 from engine.step import StepResult, set_learning_rate, split_batch
@@ -130,7 +131,10 @@ class PipelineTrainer:
         self.exchange: EagerExchange | None = None
         if plan.schedule == "eager1f1b" and groups.pipeline.size > 1:
             self.exchange = EagerExchange(self.engine, groups.pipeline, lines=plan.topology.lines("pipe"))
-        self.engine._INSTRUCTION_MAP = {kind: _noted(kind, run) for kind, run in self.engine._INSTRUCTION_MAP.items()}
+        self.clock = InstructionClock(groups.pipeline, torch.device(self.engine.device))
+        self.engine._INSTRUCTION_MAP = {
+            kind: _noted(kind, run, self.clock) for kind, run in self.engine._INSTRUCTION_MAP.items()
+        }
         self.owns_norm = plan.zero_stage == 0 and config.precision.dtype is DType.fp32
         if self.owns_norm:
             self.engine.allreduce_gradients = self._sum_gradients
@@ -231,14 +235,14 @@ class PipelineTrainer:
         return iter([split_batch(batch, scale, with_positions=self.with_positions) for batch in batches]), unmasked
 
 
-def _noted(kind: type, run: Callable[..., None]) -> Callable[..., None]:
-    """The instruction, noted as this rank's last state before it runs."""
+def _noted(kind: type, run: Callable[..., None], clock: InstructionClock) -> Callable[..., None]:
+    """The instruction, noted as this rank's last state before it runs, and timed while the clock is on."""
     name = kind.__name__
     waits = name.startswith(("Send", "Recv", "Reduce", "Commit"))
 
     def run_noted(engine: Any, **named: Any) -> None:
         last_state.now(name, waits=waits, **named)
-        run(engine, **named)
+        clock.run(name, lambda: run(engine, **named))
 
     return run_noted
 

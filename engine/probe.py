@@ -102,7 +102,7 @@ def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Cal
         dtype=config.precision.dtype.value,
         threads=device.threads,
         hosts=tuple(hosts),
-        memory_per_device=device.total_memory_bytes() // (1 if device.kind == "cuda" else hosts.count(hosts[0])),
+        memory_per_device=device.memory_per_rank(),
         peak_flops=cluster.peak_flops or peak_flops(device.name, config.precision.dtype.value),
         intra_node=_fitted(
             [one for one in samples if one.spread.nodes == 1],

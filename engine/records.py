@@ -1,5 +1,5 @@
-"""What a run leaves behind: its folder's files, the sinks on rank 0, memory predicted and measured, the closing
-page.
+"""What a run leaves behind: its folder's files, the sinks on rank 0, what was predicted beside what was measured, the
+closing page.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from types import TracebackType
 from conf.load import fingerprint, to_plain
 from engine.device import matmul_rate
 from engine.distributed import gather
+from engine.expected import Expected, expect
+from engine.first_steps import FirstSteps
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
-from parallel.memory import predict
 from parallel.sizes import parameter_count
 from telemetry.plot import plot_losses
 from telemetry.report import EvaluationReport, StepReport
@@ -35,6 +36,8 @@ class RunRecords:
         self.sinks = Sinks([])
         self.timeline = Timeline(self.folder / "timeline.jsonl" if session.rank == 0 else None)
         self.memory_before = 0
+        self.expected: Expected | None = None
+        self.is_compared = False
         self.wandb_on = False
 
     @property
@@ -50,30 +53,35 @@ class RunRecords:
             peak=config.cluster.peak_flops or peak_flops(session.device.name, dtype.value),
             measured=sum(measured) / len(measured),
         )
-        name = session.device.name
-        announce(describe_plan(config, plan, parameters=parameter_count(config.model), device_name=name))
         if session.rank == 0:
-            self._write_identity()
-            self.sinks = Sinks(self._open_sinks())
+            self.expected = expected = expect(config, plan, session.device)
+            name, parameters = session.device.name, parameter_count(config.model)
+            announce(describe_plan(config, plan, parameters=parameters, device_name=name, profile=expected.line()))
+            self._write_identity(expected)
+            self.sinks = Sinks(self._open_sinks(expected))
         self.memory_before = session.device.memory_bytes()
+        self.first_steps = FirstSteps(
+            session, collectives=config.telemetry.time_collectives, memory_before=self.memory_before
+        )
         return self
 
-    def _write_identity(self) -> None:
+    def _write_identity(self, expected: Expected) -> None:
         config, plan = self.session.config, self.session.plan
         write_json(self.folder / "config.json", to_plain(config))
-        write_json(self.folder / "plan.json", dataclasses.asdict(plan) | {"predicted_bytes": self._predicted()})
+        about = {"predicted_bytes": self._predicted(), "profile": expected.identity}
+        write_json(self.folder / "plan.json", dataclasses.asdict(plan) | about)
         record = identity(
             self.session.run_id,
             config_fingerprint=fingerprint(config),
             corpus_fingerprint=self.corpus_fingerprint,
             seed=config.seed,
             hosts=sorted(set(self.session.hosts)),
-        )
+        ) | {"profile": expected.identity}
         if not (self.folder / "run.json").exists():  # else it goes on: its first start is its identity
             write_json(self.folder / "run.json", record)
         self.timeline.add("start", step=0, **record)
 
-    def _open_sinks(self) -> list[Sink]:
+    def _open_sinks(self, expected: Expected) -> list[Sink]:
         config = self.session.config
         sinks: list[Sink] = [
             JsonlSink(self.folder / "metrics.jsonl"),
@@ -85,23 +93,38 @@ class RunRecords:
             folder=self.folder,
             experiment=config.run.experiment,
             default_name=f"{config.run.experiment}-{self.session.plan.label}",
-            config=to_plain(config),
+            config=to_plain(config) | {"profile": expected.identity},
         )
         self.wandb_on = online is not None
         return [*sinks, online] if online is not None else sinks
 
     def _predicted(self) -> list[int]:
         """Bytes of each rank, from the plan."""
-        config, plan = self.session.config, self.session.plan
-        ledgers = predict(config, plan)
-        return [ledgers[plan.coordinate(rank)[0]].total for rank in range(plan.world_size)]
+        assert self.expected is not None
+        plan, ledgers = self.session.plan, self.expected.predicted["memory"]
+        return [ledgers[plan.coordinate(rank)[0]]["total"] for rank in range(plan.world_size)]
 
     def write(self, report: StepReport | EvaluationReport) -> None:
+        """Called on all ranks alike."""
         self.outcome.add(report)
         self.sinks.write(report)
+        if isinstance(report, StepReport) and self.first_steps.add(report):
+            self._compare()
+
+    def _compare(self) -> None:
+        """Print and keep what was predicted beside what the first steps took. Called on all ranks alike."""
+        self.is_compared = True
+        ranks, steps = self.first_steps.results()
+        if self.expected is not None:
+            comparison = self.expected.beside(ranks, steps)
+            print(f"\n{comparison.text()}\n", flush=True)
+            write_json(self.folder / "prediction.json", comparison.as_json())
+            self.sinks.summary |= comparison.as_summary()
 
     def finish(self, sample: str | None) -> None:
         """Print the closing page, draw the loss curve, mark the run complete. Called on all ranks alike."""
+        if self.outcome.steps and not self.is_compared:
+            self._compare()
         measured = gather(self.session.device.peak_memory_bytes() - self.memory_before)
         if self.session.rank != 0:
             return
@@ -110,6 +133,8 @@ class RunRecords:
             "plan": self.folder / "plan.json",
             "metrics": self.folder / "metrics.jsonl",
         }
+        if self.is_compared:
+            files["prediction"] = self.folder / "prediction.json"
         if (self.folder / "checkpoints").is_dir():
             files["checkpoints"] = self.folder / "checkpoints"
         if self.session.config.telemetry.plot:
@@ -119,7 +144,7 @@ class RunRecords:
         if self.wandb_on:
             files["wandb"] = self.folder / "wandb"
         memory = memory_table(self._predicted(), measured)
-        self.sinks.summary = self.outcome.as_summary() | {"measured_bytes": measured}
+        self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}
         print(closing(self.outcome, memory=memory, sample=sample, files=files), flush=True)
         write_json(self.folder / "complete.json", self.outcome.as_summary())
 

@@ -34,7 +34,7 @@ from telemetry.timeline import Timeline
 # How a model is trained, not what it is: these may change between checkpoint and resume.
 FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
-ASIDE = ("model", "run", "telemetry", "benchmark", "probe", "checkpoint", "resume", "initialize_from")
+ASIDE = ("model", "run", "telemetry", "benchmark", "probe", "promote", "checkpoint", "resume", "initialize_from")
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,12 @@ class MicroBatch:
     block: Kinds
     hidden: float  # one tensor [B, S, H] (sequence parallel: [B, S/T, H])
     embedding: float
-    context: float
+    mask: float  # [B, 1, S, S] of packed documents
+    rotary: float  # cosines and sines at given positions
     final_norm: float
     head: float
     loss: float
-    logits: float  # logits, the loss's buffer and the gradient's copy, at most at once
+    logits: float  # and their gradient in 16 bit
     gradients: float  # of activations, alive at once in a block's backward
     tables: float  # cosines and sines, held once by a rank
     recompute_interval: int  # 0: not full
@@ -57,7 +58,7 @@ class MicroBatch:
         norms = self.final_norm if last else 0
         ends = Kinds(
             embedding=self.embedding if first else 0,
-            context=self.context,
+            context=self.mask + self.rotary,
             head=self.head if last else 0,
             loss=self.loss if last else 0,
         )
@@ -113,25 +114,26 @@ def setting(config: Config, *, device: str) -> Setting:
 
 def micro_batch(config: Config, *, padded_vocab_size: int, device: str, fused_attention: bool = True) -> MicroBatch:
     """Of the config's micro-batch; `fused_attention=False`: a stack that keeps scores, as the papers' did."""
-    model, s = config.model, setting(config, device=device)
+    model, s, z = config.model, setting(config, device=device), sizes(config.model)
     hidden = s.hidden_tokens * model.hidden_size * s.element
     masks = s.hidden_tokens * model.hidden_size * s.mask_element if model.hidden_dropout else 0.0
     norm = norm_bytes(config, device=device)
     vocabulary = s.tokens * padded_vocab_size / s.tp
     # In forward: fp32 exponentials; a token's sum, label and two flags (model.tensor_parallel.cross_entropy).
-    loss = vocabulary * FP32 + s.tokens * (2 * FP32 + INT64 + 2 * BOOL) + FP32
+    loss = vocabulary * FP32 + s.tokens * (2 * FP32 + INT64 + 2 * BOOL)
     copies = s.element + (0 if s.element == FP32 else s.element)  # the logits, and the gradient in 16 bit
     return MicroBatch(
         block=_block(config, s, norm, 2 * masks, fused_attention),
         hidden=hidden,
         embedding=_ids_bytes(config, s) + masks,
-        context=_context_bytes(config, s),
+        mask=_mask_bytes(config, s) if config.data.mask_documents else 0.0,
+        rotary=s.tokens * z.head_dim * s.element if config.data.mask_documents and z.rotary else 0.0,
         final_norm=norm,
         head=hidden,
         loss=loss,
-        logits=vocabulary * copies + loss,
+        logits=vocabulary * copies,
         gradients=_gradients_bytes(config, s),
-        tables=_tables_bytes(config, s),
+        tables=s.length * z.head_dim * s.element if z.rotary else 0.0,
         recompute_interval=config.parallel.recompute_interval if config.parallel.recompute.value == "full" else 0,
     )
 
@@ -217,24 +219,14 @@ def _ids_bytes(config: Config, s: Setting) -> float:
     return kept + (s.tokens if config.data.mask_documents else s.length) * INT64
 
 
-def _context_bytes(config: Config, s: Setting) -> float:
-    """What keeps packed documents apart, once a stage: a mask and, with rotary positions, cosines and sines.
-
-    The mask is [B, 1, S, S]; the CPU's own attention keeps half of it, at most, in blocks (one document: none).
-    """
-    if not config.data.mask_documents:
-        return 0.0
-    mask = s.tokens * s.length * s.element
-    if s.cpu and s.element == FP32 and not config.model.attention_dropout:
-        rows, left = divmod(s.length, QUERIES_PER_BLOCK)
-        mask = (s.tokens // s.length) * FP32 * (QUERIES_PER_BLOCK**2 * rows * (rows + 1) // 2 + left * s.length)
-    rotary = s.tokens * sizes(config.model).head_dim * s.element if sizes(config.model).rotary else 0
-    return mask + rotary
-
-
-def _tables_bytes(config: Config, s: Setting) -> float:
-    """Rotary's cosines and sines, [S, D/2] each."""
-    return s.length * sizes(config.model).head_dim * s.element if sizes(config.model).rotary else 0.0
+def _mask_bytes(config: Config, s: Setting) -> float:
+    """What keeps packed documents apart, [B, 1, S, S], one a stage; the CPU's own attention keeps half, at most."""
+    if s.cpu and config.model.attention_dropout and config.parallel.recompute.value == "none":
+        return 0.0  # the composite adds it and lets go of it
+    if not s.cpu or s.element != FP32 or config.model.attention_dropout:
+        return s.tokens * s.length * s.element
+    rows, left = divmod(s.length, QUERIES_PER_BLOCK)
+    return s.tokens // s.length * FP32 * (QUERIES_PER_BLOCK**2 * rows * (rows + 1) // 2 + left * s.length)
 
 
 def _gradients_bytes(config: Config, s: Setting) -> float:

@@ -15,7 +15,8 @@ from conf.schema import Config
 from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
 from parallel.sizes import sizes
-from parallel.states import StateBytes
+from parallel.software import HERE, Software
+from parallel.states import StateBytes, uses_bf16_optimizer
 
 FP32, INT64 = 4, 8
 
@@ -42,15 +43,15 @@ class Collective:
         return self.bytes * self.calls
 
 
-def ledger(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
+def ledger(config: Config, plan: ParallelPlan, pp_rank: int, software: Software = HERE) -> list[Collective]:
     """Every collective of one step on each rank of a pipeline stage."""
     blocks, embedding, head = layers_held(config, plan, pp_rank)
     calls = [times(call, blocks) for call in of_block(config, plan)]
     calls += of_embedding(config, plan) if embedding else []
     calls += of_head(config, plan) if head else []
-    calls += [*of_stage_ends(config, plan, pp_rank), *data_of_micro_batch(config, plan, pp_rank)]
+    calls += [*of_stage_ends(config, plan, pp_rank), *data_of_micro_batch(config, plan, pp_rank, software)]
     calls = [times(call, plan.num_micro_batches) for call in calls]
-    calls += of_step(config, plan, pp_rank)
+    calls += of_step(config, plan, pp_rank, software)
     return [call for call in calls if call.group_size > 1 and call.calls]
 
 
@@ -141,35 +142,50 @@ def of_stage_ends(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[
             yield Collective("pipe", "gradients", "backward", "send_recv", pp, sent_bytes(config, plan), 1)
 
 
-def data_of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
-    """Data axis, one micro-batch: ZeRO 2 reduces gradients each time, ZeRO 3 gathers weights too."""
+def data_of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
+    """Data axis, one micro-batch: ZeRO 2 reduces gradients each time, ZeRO 3 gathers weights too, layer by layer."""
     if plan.zero_stage < 2:
         return []
-    weights, gradients = _parameter_bytes(config, plan, pp_rank)
     dp = plan.data_parallel_size
-    calls = [Collective("data", "gradients", "backward", "reduce_scatter", dp, gradients, 1, hides=True)]
-    if plan.zero_stage == 3:
-        for phase in ("forward", "backward"):
-            calls.append(Collective("data", "weights", phase, "all_gather", dp, weights, 1, hides=True))
-    return calls
+    weights, gradients = _parameter_bytes(config, plan, pp_rank)
+    scatters = software.reduce_scatters or plan.zero_stage == 3
+    operation, pieces = "reduce_scatter" if scatters else "all_reduce", _buckets(config, plan, pp_rank)
+    blocks, embedding, head = layers_held(config, plan, pp_rank)
+    layers = max(pieces, blocks + embedding + head)
+    if plan.zero_stage == 2:
+        return [_pieces("gradients", "backward", operation, dp, gradients, pieces)]
+    return [
+        _pieces("gradients", "backward", operation, dp, gradients, layers),
+        _pieces("weights", "forward", "all_gather", dp, weights, layers),
+        _pieces("weights", "backward", "all_gather", dp, weights, layers),
+    ]
 
 
-def of_step(config: Config, plan: ParallelPlan, pp_rank: int) -> list[Collective]:
+def _pieces(what: str, phase: str, operation: str, dp: int, number_of_bytes: int, pieces: int) -> Collective:
+    """On the data axis, in so many calls, beside computation."""
+    return Collective("data", what, phase, operation, dp, -(-number_of_bytes // pieces), pieces, hides=True)
+
+
+def of_step(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
     """Data axis, once a step; and the gradient of a word table that first and last stage share."""
     weights, gradients = _parameter_bytes(config, plan, pp_rank)
     dp, pp, stage = plan.data_parallel_size, plan.pipeline_model_parallel_size, plan.zero_stage
-    calls = []
-    if stage == 0:
-        calls.append(Collective("data", "gradients", "step", "all_reduce", dp, gradients, 1))
-    if stage == 1:
-        calls.append(Collective("data", "gradients", "step", "reduce_scatter", dp, gradients, 1))
+    calls, pieces = [], _buckets(config, plan, pp_rank)
+    if stage <= 1:
+        operation = "reduce_scatter" if stage == 1 and software.reduce_scatters else "all_reduce"
+        calls.append(replace(_pieces("gradients", "step", operation, dp, gradients, pieces), hides=software.hides_data))
     if stage in (1, 2):
-        calls.append(Collective("data", "weights", "step", "all_gather", dp, weights, 1))
+        calls.append(replace(_pieces("weights", "step", "all_gather", dp, weights, pieces), hides=False))
     if config.model.tie_word_embeddings and plan.schedule != "dualpipev" and pp > 1 and pp_rank in (0, pp - 1):
         table = plan.padded_vocab_size * config.model.hidden_size // plan.tensor_model_parallel_size
         number_of_bytes = table * StateBytes.of(config.precision.grad_accum_dtype)
         calls.append(Collective("pipe", "tied table's gradient", "step", "all_reduce", 2, number_of_bytes, 1))
     return calls
+
+
+def _buckets(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
+    """Calls in which all of a stage's parameters pass on the data axis."""
+    return -(-stage_parameters(config, plan, pp_rank) // config.zero.bucket_size)
 
 
 def sent_bytes(config: Config, plan: ParallelPlan) -> int:
@@ -188,7 +204,11 @@ def _position_bytes(config: Config, plan: ParallelPlan) -> int:
 
 
 def _parameter_bytes(config: Config, plan: ParallelPlan, pp_rank: int) -> tuple[int, int]:
-    """Weights and gradients of a stage on one rank, unpartitioned."""
-    parameters = stage_parameters(config, plan, pp_rank)
-    precision = config.precision
-    return parameters * StateBytes.of(precision.dtype), parameters * StateBytes.of(precision.grad_accum_dtype)
+    """Weights, and gradients as they are sent, of a stage on one rank, unpartitioned.
+
+    Sums are sent in fp32 where they are kept so and whole (ZeRO 0, BF16_Optimizer), else in the run's dtype.
+    """
+    parameters, precision = stage_parameters(config, plan, pp_rank), config.precision
+    whole_sums = plan.zero_stage == 0 or uses_bf16_optimizer(config)
+    sent = precision.grad_accum_dtype if whole_sums else precision.dtype
+    return parameters * StateBytes.of(precision.dtype), parameters * StateBytes.of(sent)

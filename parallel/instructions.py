@@ -172,8 +172,17 @@ class _DualPipeV:
 
     def __init__(self, rank: int, ranks: int, num_micro_batches: int):
         self.stages = (rank, 2 * ranks - 1 - rank)
-        self.last_stage = 2 * ranks - 1
-        self.local = (ranks - 1, ranks)  # the turn at the bottom of the V stays on the last rank
+        # Where each pass's input comes from, and its result goes, by kind and phase; None: not to another rank.
+        self.sources = {
+            (kind, phase): self._elsewhere(stage - step, ranks)
+            for kind, step in (("forward", 1), ("backward", -1))
+            for phase, stage in enumerate(self.stages)
+        }
+        self.leaves = {
+            (kind, phase): self._elsewhere(stage + step, ranks) is not None
+            for kind, step in (("forward", 1), ("backward", -1))
+            for phase, stage in enumerate(self.stages)
+        }
         self.program: list[Pass | Exchange] = []
         self.sends: list[Pass] = []
         self.receives: list[Pass] = []
@@ -241,18 +250,17 @@ class _DualPipeV:
         self.program.append(Pass(kind, self.stages[phase], self._next("compute", kind, phase)))
 
     def _send(self, kind: str, phase: int) -> None:
-        stage = self.stages[phase]
-        if not self._stays(kind, stage, stage + (1 if kind == "forward" else -1)):
-            self.sends.append(Pass(kind, stage, self._next("send", kind, phase)))
+        if self.leaves[kind, phase]:
+            self.sends.append(Pass(kind, self.stages[phase], self._next("send", kind, phase)))
 
     def _receive(self, kind: str, phase: int) -> None:
-        stage = self.stages[phase]
-        source = stage + (-1 if kind == "forward" else 1)
-        if not self._stays(kind, stage, source):
-            self.receives.append(Pass(kind, source, self._next("receive", kind, phase)))
+        stage = self.sources[kind, phase]
+        if stage is not None:
+            self.receives.append(Pass(kind, stage, self._next("receive", kind, phase)))
 
-    def _stays(self, kind: str, *stages: int) -> bool:
-        return min(stages) < 0 or max(stages) > self.last_stage or tuple(sorted(stages)) == self.local
+    def _elsewhere(self, stage: int, ranks: int) -> int | None:
+        """A neighbouring stage, where there is one and another rank holds it: the V turns on the last rank."""
+        return stage if 0 <= stage < 2 * ranks and stage not in self.stages else None
 
     def _commit(self) -> None:
         if self.sends or self.receives:

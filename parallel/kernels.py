@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from conf.schema import ClusterConfig, Config
 from parallel.plan import ParallelPlan
 from parallel.sizes import sizes
+from parallel.software import Software
 from parallel.states import StateBytes
 
 FP32 = 4
@@ -59,16 +60,6 @@ class Rates:
     def pointwise_s(self, number_of_bytes: float, *, kernels: int = 1) -> float:
         """Kernels that only read and write."""
         return kernels * self.kernel_s + number_of_bytes / self.memory_bandwidth
-
-
-@dataclass(frozen=True)
-class Software:
-    """What the program does that runs the plan; the default is this repository."""
-
-    fused_attention: bool = True
-    partitioned_sends: bool = False  # each tensor rank sends its share between stages, and the shares are gathered
-    unaligned_slowdown: float = 1.0  # unfused attention: factor where head_dim is no multiple of 8
-    hides_data: bool = False  # gradients of ZeRO 0 and 1 are reduced beside the last backward
 
 
 @dataclass(frozen=True)

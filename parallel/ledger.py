@@ -20,7 +20,7 @@ class Ledger:
     optimizer_moments: int
     low_precision_gradients: int  # of one micro-batch, beside sums of another type
     kinds: Kinds  # activations of all micro-batches in flight, by kind of layer
-    logits: int  # logits and loss, last stage
+    logits: int  # the last stage's, and their gradient in 16 bit (what the loss keeps is an activation)
     pipeline_buffers: int  # sends and receives
     reduce_buckets: int
     gather_buckets: int
@@ -67,7 +67,7 @@ class Ledger:
         }
         named |= {f"activations: {name.replace('_', ' ')}": int(n) for name, n in self.kinds._asdict().items() if n}
         return named | {
-            "logits and loss": self.logits,
+            "logits": self.logits,
             "pipeline buffers": self.pipeline_buffers,
             "reduce buckets": self.reduce_buckets,
             "gather buckets": self.gather_buckets,

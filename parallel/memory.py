@@ -29,6 +29,7 @@ from parallel.states import (
     padded_groups,
     split_each,
     state_bytes,
+    touched,
     uses_bf16_optimizer,
 )
 
@@ -138,8 +139,8 @@ class _Stages:
     def ledger(self, pp_rank: int, overhead: int, share: float) -> Ledger:
         halves = self.halves[pp_rank]
         fixed = self._fixed(halves)
-        held, kinds, loss = self._activations(pp_rank, halves)
-        logits = round(loss + self.kept.logits - self.kept.loss) if loss else 0
+        held, kinds = self._activations(pp_rank, halves)
+        logits = round(self.kept.logits) if kinds.loss else 0
         pipeline_buffers = self._pipeline_buffers(held)
         used = self._fixed_sums[halves] + sum(kinds) + logits + pipeline_buffers + overhead  # type: ignore[arg-type]
         return Ledger(
@@ -161,7 +162,7 @@ class _Stages:
             masters, moments = part * self.master_element, part * 2 * FP32
             held = dict(
                 weights=(part if zero_stage == 3 else whole) * self.element,
-                gradients=(part if zero_stage >= 2 else whole) * self.accumulated,
+                gradients=self._gradient_values(halves, part) * self.accumulated,
                 master_weights=0 if offload else masters,
                 optimizer_moments=0 if offload else moments,
                 low_precision_gradients=parameters * self.low_precision,
@@ -174,8 +175,8 @@ class _Stages:
             self._fixed_by[halves] = held | dict(parameters=parameters, host=masters + moments if offload else 0)
         return self._fixed_by[halves]
 
-    def _activations(self, pp_rank: int, halves: tuple[_Half, ...]) -> tuple[float, Kinds, float]:
-        """(micro-batches in flight, their bytes by kind but for the loss, bytes that the loss holds)."""
+    def _activations(self, pp_rank: int, halves: tuple[_Half, ...]) -> tuple[float, Kinds]:
+        """(micro-batches in flight, their bytes by kind)."""
         pp, count = self.plan.pipeline_model_parallel_size, self.plan.num_micro_batches
         if self.schedule == "interleaved":
             held = interleaved_in_flight(pp_rank, pp=pp, num_micro_batches=count, chunks=self.chunks)
@@ -188,7 +189,7 @@ class _Stages:
             sums = [ahead * a + behind * b for a, b in zip(*map(self._stage, halves), strict=True)]
         attention, mlp, norms, dropout, inputs, embedding, context, head, loss = map(round, sums)
         context += self.tables
-        return held, Kinds(attention, mlp, norms, dropout, inputs, embedding, context, head), loss
+        return held, Kinds(attention, mlp, norms, dropout, inputs, embedding, context, head, loss)
 
     def _stage(self, half: _Half) -> Kinds:
         if half not in self._kept:
@@ -215,6 +216,20 @@ class _Stages:
         one_group = self.config.optimizer.decay_norms_and_biases
         whole = padded_groups(matrices, vectors, dp=dp, one_group=one_group)
         return parameters, whole, whole // dp
+
+    def _gradient_values(self, halves: tuple[_Half, ...], part: int) -> int:
+        stage = self.plan.zero_stage
+        if stage <= 1:
+            parameters, whole, _ = self._values(halves)
+            return whole if uses_bf16_optimizer(self.config) else parameters
+        if stage == 3 or self.element != self.accumulated:
+            return part
+        ends = self._end(True, True)  # ZeRO 2 has one stage; its head comes last in each group, the embedding first
+        positions = len(ends.matrices) - (1 if self.config.model.tie_word_embeddings else 2)
+        blocks, dp = halves[0].blocks, self.plan.data_parallel_size
+        matrices = (*ends.matrices[: 1 + positions], *self.block.matrices * blocks, *ends.matrices[1 + positions :])
+        vectors = (*self.block.vectors * blocks, *ends.vectors)
+        return touched(matrices, dp=dp) + touched(vectors, dp=dp)
 
     def _end(self, first: bool, last: bool) -> Tensors:
         if (first, last) not in self._ends:

@@ -16,12 +16,13 @@ from parallel import memory
 from parallel.communication import Collective, ledger
 from parallel.flops import hardware_flops_per_token, mfu, tokens_per_s, tokens_per_s_per_device, utilisation
 from parallel.hardware import device_kind
-from parallel.kernels import Rates, Software
+from parallel.kernels import Rates
 from parallel.links import Fabric
 from parallel.memory import Ledger
 from parallel.plan import ParallelPlan
+from parallel.software import HERE, Software
 from parallel.stage_times import LayerTimes, StageTime, StepTail, stage_times
-from parallel.timeline import StageTimes, Timeline, simulate
+from parallel.timeline import StageTimes, Timeline, estimate_step_s, simulate
 
 PLANNER_VERSION = 1  # counts up when the same plan and cluster are predicted another number
 
@@ -55,19 +56,19 @@ class Prediction:
 
 
 def predict_run(
-    config: Config, plan: ParallelPlan, *, device: str | None = None, software: Software | None = None
+    config: Config, plan: ParallelPlan, *, device: str | None = None, software: Software = HERE
 ) -> Prediction:
     """Raises ValueError with one line where the cluster has no rates or links."""
     kind = device_kind() if device is None else device
     rates = Rates.from_config(config.cluster)
     fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
-    times = LayerTimes(config, plan, rates, fabric, software or Software())
+    times = LayerTimes(config, plan, rates, fabric, software)
     stages = stage_times(times)
     pp_ranks = range(plan.pipeline_model_parallel_size)
     tails = [times.tail(pp_rank) for pp_rank in pp_ranks]
     timeline = simulate(
         plan.schedule,
-        [StageTimes(stage.forward_s, stage.backward_s, stage.send_s) for stage in stages],
+        schedule_times(stages),
         ranks=len(pp_ranks),
         num_micro_batches=plan.num_micro_batches,
     )
@@ -103,15 +104,19 @@ def quick_step_s(times: LayerTimes) -> float:
     stages = stage_times(times)
     ranks = range(plan.pipeline_model_parallel_size)
     tails = [times.tail(rank) for rank in ranks]
-    work = [s.forward_s + s.backward_s + 2 * s.send_s for s in stages]
-    per_rank = [sum(work[stage] for stage in plan.stages_of(rank)) for rank in ranks]
-    pipeline = (plan.num_micro_batches - 1) * max(per_rank) + sum(per_rank) / (len(stages) / len(ranks))
-    pipeline += max(per_rank) * (1 - len(ranks) / len(stages))
+    pipeline = estimate_step_s(
+        plan.schedule, schedule_times(stages), ranks=len(ranks), num_micro_batches=plan.num_micro_batches
+    )
     end, ends = pipeline, []
     for rank in ranks:  # each rank's last backward ends before that of the rank in front of it
         ends.append(end)
         end -= stages[rank].backward_s
     return join(ends, tails) + times.rates.step_s
+
+
+def schedule_times(stages: Sequence[StageTime]) -> list[StageTimes]:
+    """What the schedule's simulation asks of each stage."""
+    return [StageTimes(stage.forward_s, stage.backward_s, stage.send_s) for stage in stages]
 
 
 def join(ends_s: Sequence[float], tails: Sequence[StepTail]) -> float:

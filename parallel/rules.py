@@ -22,11 +22,16 @@ def problems(config: Config, *, world_size: int, device: str | None) -> list[str
     )  # fmt: skip
     if min(positive) < 1:
         return []  # the range checks of conf.load say so; nothing can be divided by these
-    lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config), *_zero(config)]
-    lines += [*_precision(config, device), *_world(config, world_size)]
+    lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config)]
+    lines += [*states_problems(config, device=device), *_world(config, world_size)]
     if world_size % (parallel.tp * parallel.pp) == 0:
         lines += _batch(config, world_size // (parallel.tp * parallel.pp))
     return lines
+
+
+def states_problems(config: Config, *, device: str | None) -> list[str]:
+    """Those that ZeRO and precision make, whatever the mesh but for parallel.pp."""
+    return [*_zero(config), *_precision(config, device)]
 
 
 def _divisors(*numbers: int, least: int = 1) -> list[int]:

@@ -14,6 +14,7 @@ from conf.schema import Config
 from parallel.communication import (
     Collective,
     data_of_micro_batch,
+    layers_held,
     of_block,
     of_embedding,
     of_head,
@@ -21,10 +22,11 @@ from parallel.communication import (
     sent_bytes,
 )
 from parallel.instructions import rank_of
-from parallel.kernels import LayerSeconds, Rates, Software, block_pass, embedding_pass, head_pass, optimizer_s
+from parallel.kernels import LayerSeconds, Rates, block_pass, embedding_pass, head_pass, optimizer_s
 from parallel.links import Fabric
 from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
+from parallel.software import Software
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class LayerTimes:
         self.embedding = self._layer(embedding_pass(config, plan, rates), of_embedding(config, plan))
         self.head = self._layer(head_pass(config, plan, rates), of_head(config, plan))
         self.send_s = self._send_s()
+        self.tails: dict[tuple[tuple[int, bool, bool], bool], StepTail] = {}
 
     def stage(self, blocks: int, *, embedding: bool, head: bool, pp_rank: int) -> StageTime:
         """One stage with so many blocks."""
@@ -94,12 +97,21 @@ class LayerTimes:
         )
 
     def tail(self, pp_rank: int) -> StepTail:
-        """What one pipeline rank does once a step."""
+        """What one pipeline rank does once a step; ranks that hold alike do alike."""
+        kind = (layers_held(self.config, self.plan, pp_rank), pp_rank == 0)
+        if kind not in self.tails:
+            self.tails[kind] = self._tail(pp_rank)
+        return self.tails[kind]
+
+    def _tail(self, pp_rank: int) -> StepTail:
         config, plan = self.config, self.plan
-        calls = of_step(config, plan, pp_rank)
+        calls = of_step(config, plan, pp_rank, self.software)
         parameters = stage_parameters(config, plan, pp_rank)
+        blocks, _, _ = layers_held(config, plan, pp_rank)
+        hidden = self._seconds(call for call in calls if call.hides)
         return StepTail(
-            reduce_s=self._seconds(call for call in calls if call.what != "weights"),
+            reduce_s=self._left(hidden, blocks * self.block.backward_s)
+            + self._seconds(call for call in calls if call.what != "weights" and not call.hides),
             optimizer_s=optimizer_s(parameters, config, plan, self.rates),
             gather_s=self._seconds(call for call in calls if call.what == "weights"),
         )
@@ -115,7 +127,7 @@ class LayerTimes:
 
     def _data(self, pp_rank: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Exposed seconds of ZeRO 2 and 3 in each pass."""
-        calls = data_of_micro_batch(self.config, self.plan, pp_rank)
+        calls = data_of_micro_batch(self.config, self.plan, pp_rank, self.software)
         return (
             self._left(self._seconds(call for call in calls if call.phase == "forward"), forward_s),
             self._left(self._seconds(call for call in calls if call.phase == "backward"), backward_s),

@@ -88,13 +88,11 @@ def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_li
     if num_blocks < least * len(loads):
         raise ValueError(f"{num_blocks} blocks cannot fill {len(loads)} stages of at least {least}; use fewer stages")
     allowed = _within(num_blocks, loads, least, memory_limit)
-    if memory_limit is not None and _solve(num_blocks, loads, allowed, lambda load, n: (0, 0)) is None:
+    if any(not counts for counts in allowed) or sum(counts[-1] for counts in allowed) < num_blocks:
         allowed = _within(num_blocks, loads, least, None)
     slowest = _least_maximum(num_blocks, loads, allowed)
     fast = [[n for n in counts if load.flops(n) <= slowest] for load, counts in zip(loads, allowed, strict=True)]
-    counts = _solve(num_blocks, loads, fast, lambda load, n: (load.flops(n) ** 2, load.bytes(n) ** 2))
-    assert counts is not None
-    return counts
+    return _solve(num_blocks, loads, fast, lambda load, n: (load.flops(n) ** 2, load.bytes(n) ** 2))
 
 
 def _within(num_blocks: int, loads: Sequence[Load], least: int, memory_limit: int | None) -> list[list[int]]:
@@ -128,22 +126,33 @@ def _solve(
     loads: Sequence[Load],
     allowed: Sequence[Sequence[int]],
     cost: Callable[[Load, int], tuple[int, int]],
-) -> list[int] | None:
-    """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; None where no counts do."""
-    best: dict[int, tuple[tuple[int, int], list[int]]] = {0: ((0, 0), [])}
-    for load, counts in zip(loads, allowed, strict=True):
-        step: dict[int, tuple[tuple[int, int], list[int]]] = {}
-        prices = [(n, cost(load, n)) for n in counts]
-        for done, (paid, taken) in best.items():
-            for n, price in prices:
+) -> list[int]:
+    """Counts that sum to num_blocks with the least sum of `cost(load, count)` pairs; there must be some."""
+    most_after = [sum(counts[-1] for counts in allowed[stage + 1 :]) for stage in range(len(allowed))]
+    least_after = [sum(counts[0] for counts in allowed[stage + 1 :]) for stage in range(len(allowed))]
+    best: dict[int, tuple[int, int]] = {0: (0, 0)}  # blocks given out so far -> what that costs
+    taken: list[dict[int, int]] = []  # a stage -> blocks given out up to it -> how many it took
+    for load, counts, most, least in zip(loads, allowed, most_after, least_after, strict=True):
+        step: dict[int, tuple[int, int]] = {}
+        took: dict[int, int] = {}
+        prices = [(n, *cost(load, n)) for n in counts]
+        for done, (flops, held) in best.items():
+            for n, more_flops, more_held in prices:
                 total = done + n
-                if total > num_blocks:
+                if total + least > num_blocks:
                     break
-                both = (paid[0] + price[0], paid[1] + price[1])
-                if total not in step or both < step[total][0]:
-                    step[total] = (both, [*taken, n])
+                if total + most < num_blocks:
+                    continue
+                both = (flops + more_flops, held + more_held)
+                if total not in step or both < step[total]:
+                    step[total], took[total] = both, n
         best = step
-    return best[num_blocks][1] if num_blocks in best else None
+        taken.append(took)
+    chosen, left = [], num_blocks
+    for took in reversed(taken):
+        chosen.append(took[left])
+        left -= took[left]
+    return chosen[::-1]
 
 
 def fold(counts: Sequence[int], *, head_in_blocks: float) -> list[int]:

@@ -8,7 +8,9 @@ micro-batch stay beside the sums until the step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from conf.schema import Config, DType, ModelConfig
 from parallel import activations
@@ -65,7 +67,7 @@ def state_bytes(config: Config, *, dp: int) -> StateBytes:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Values of each parameter on one tensor rank: `matrices` decay, `vectors` (norms, biases) do not."""
+    """Values of each parameter on one tensor rank, in order: `matrices` decay, `vectors` (norms, biases) do not."""
 
     matrices: tuple[int, ...] = ()
     vectors: tuple[int, ...] = ()
@@ -88,9 +90,10 @@ def block_tensors(model: ModelConfig, *, tp: int) -> Tensors:
     key_value = 2 * max(1, z.num_key_value_heads // tp) * z.head_dim
     rows = (query + key_value,) if z.num_key_value_heads >= tp else (query, key_value)
     up, down = z.ffn_hidden_size * (2 if z.gated else 1) // tp, z.ffn_hidden_size // tp
-    biases = (*rows, hidden, up, hidden) if z.has_bias else ()
+    norm = (hidden,) * z.norm_vectors
+    attention, mlp = ((*rows, hidden), (up, hidden)) if z.has_bias else ((), ())
     matrices = (*(n * hidden for n in rows), query * hidden, up * hidden, down * hidden)
-    return Tensors(matrices, (*(hidden,) * (2 * z.norm_vectors), *biases))
+    return Tensors(matrices, (*norm, *attention, *norm, *mlp))
 
 
 def end_tensors(model: ModelConfig, *, tp: int, padded_vocab_size: int, first: bool, last: bool) -> Tensors:
@@ -110,6 +113,20 @@ def padded_groups(matrices: int, vectors: int, *, dp: int, one_group: bool) -> i
     """Values after DeepSpeed flattened each optimizer group (`one_group`: all in one) to a multiple of 2 dp."""
     groups = (matrices + vectors,) if one_group else (matrices, vectors)
     return sum(-(-n // (2 * dp)) * 2 * dp for n in groups)
+
+
+def touched(values: Sequence[int], *, dp: int) -> int:
+    """Values of all parameters of a flattened group that reach into one data rank's partition, on the rank with most.
+
+    ZeRO 2 keeps the gradient of a parameter that lies across a border whole, on both sides.
+    """
+    part = -(-sum(values) // (2 * dp)) * 2
+    ends = list(accumulate(values))
+    held = [0] * dp
+    for n, end in zip(values, ends, strict=True):
+        for rank in range((end - n) // part, (end - 1) // part + 1):
+            held[rank] += n
+    return max(held)
 
 
 def split_each(tensors: Tensors, *, dp: int) -> int:

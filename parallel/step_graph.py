@@ -41,10 +41,10 @@ class _Longest:
         self.graph, self.work_s, self.link_s = graph, work_s, link_s
         ends = [0.0]
         for work, a, by_a, b, by_b, c, by_c in graph.nodes:
-            start, other, third = ends[a] + link_s[by_a], ends[b] + link_s[by_b], ends[c] + link_s[by_c]
+            start, other = ends[a] + link_s[by_a], ends[b] + link_s[by_b]
             if other > start:
                 start = other
-            if third > start:
+            if c and (third := ends[c] + link_s[by_c]) > start:
                 start = third
             ends.append(start + work_s[work])
         self.ends = ends
@@ -60,15 +60,16 @@ class _Longest:
     def _rests(self) -> list[float]:
         work_s, link_s = self.work_s, self.link_s
         rest = [0.0] * len(self.ends)
-        for node in range(len(self.graph.nodes), 0, -1):
-            work, a, by_a, b, by_b, c, by_c = self.graph.nodes[node - 1]
+        node = len(self.graph.nodes)
+        for work, a, by_a, b, by_b, c, by_c in reversed(self.graph.nodes):
             from_start = rest[node] + work_s[work]
-            if from_start + link_s[by_a] > rest[a]:
-                rest[a] = from_start + link_s[by_a]
-            if from_start + link_s[by_b] > rest[b]:
-                rest[b] = from_start + link_s[by_b]
-            if from_start + link_s[by_c] > rest[c]:
-                rest[c] = from_start + link_s[by_c]
+            node -= 1
+            if (longer := from_start + link_s[by_a]) > rest[a]:
+                rest[a] = longer
+            if (longer := from_start + link_s[by_b]) > rest[b]:
+                rest[b] = longer
+            if c and (longer := from_start + link_s[by_c]) > rest[c]:
+                rest[c] = longer
         return rest
 
 
@@ -160,7 +161,7 @@ class _Builder:
         work = tuple((this.kind, this.stage) for this in run)
         joined = [(node, self._index(self.links, tuple(sorted(links)))) for node, links in edges.items()]
         assert len(joined) <= 3, "a rank meets the ranks on either side"
-        joined += [joined[0]] * (3 - len(joined))
+        joined += [(0, 0)] * (3 - len(joined))  # every node comes after the start
         (a, by_a), (b, by_b), (c, by_c) = joined
         self.graph.nodes.append((self._index(self.works, work), a, by_a, b, by_b, c, by_c))
         node = self.last[rank] = len(self.graph.nodes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import add
 
 from parallel.instructions import check
@@ -32,10 +33,9 @@ def estimate_step_s(schedule: str, stages: Sequence[StageTimes], *, ranks: int, 
     micro-batches than ranks and transfers as long as passes, are within 1 %.
     """
     check(schedule, stages=len(stages), ranks=ranks, num_micro_batches=num_micro_batches)
-    forward_s = [stage.forward_s for stage in stages]
-    backward_s = [stage.backward_s for stage in stages]
-    send_s = [stage.send_s for stage in stages]
-    send_s[-1] = 0.0
+    forward_s = tuple(stage.forward_s for stage in stages)
+    backward_s = tuple(stage.backward_s for stage in stages)
+    send_s = (*(stage.send_s for stage in stages[:-1]), 0.0)
     if schedule == "dualpipev":
         return _dualpipev(forward_s, backward_s, send_s, ranks, num_micro_batches)
     if schedule == "interleaved":
@@ -88,8 +88,9 @@ def _one_forward_one_backward(
     return longest
 
 
+@lru_cache(maxsize=4096)  # plans that differ in what no stage feels (ZeRO, order of axes) ask again
 def _dualpipev(
-    forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float], ranks: int, count: int
+    forward_s: tuple[float, ...], backward_s: tuple[float, ...], send_s: tuple[float, ...], ranks: int, count: int
 ) -> float:
     """A micro-batch takes a rank both of its stages' passes, and an exchange with the rank on either side."""
     last = 2 * ranks - 1
@@ -106,8 +107,9 @@ def _dualpipev(
     return paths.whole() if window == count else paths.stretched([(count - window) * cycle for cycle in cycle_s])
 
 
+@lru_cache(maxsize=4096)
 def _interleaved(
-    forward_s: Sequence[float], backward_s: Sequence[float], send_s: Sequence[float], ranks: int, count: int
+    forward_s: tuple[float, ...], backward_s: tuple[float, ...], send_s: tuple[float, ...], ranks: int, count: int
 ) -> float:
     stages = len(forward_s)
     cycle_s = [sum(forward_s[rank::ranks]) + sum(backward_s[rank::ranks]) for rank in range(ranks)]

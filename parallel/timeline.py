@@ -3,8 +3,9 @@
 The order on each rank is that of the code that really runs it (`parallel.instructions`); a pass starts when its rank is
 free and its input is there. How results travel:
 - 1f1b, dualpipev, gpipe wait, as DeepSpeed's calls do: a transfer starts when sender and receiver have both come to it
-  and holds both until it is through (gloo and NCCL copy nothing before the receiver has asked).
-- eager1f1b does not hold the sender, but asks when it needs the input: a transfer holds the receiver alone.
+  and holds both until it is through (gloo returns from no send, of one number even, before the receiver has asked).
+- eager1f1b does not hold the sender, but asks when it needs the input: a transfer holds the receiver alone. That its
+  engine can put weight gradients after the send (fp32 without ZeRO) is not counted.
 - interleaved, and any with overlap_sends=True: it starts when the pass ends and holds nobody (Megatron's
   overlap_p2p_comm).
 Not here: what a pass costs, collectives, the optimizer step, contention of transfers on one link.

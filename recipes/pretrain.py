@@ -52,7 +52,10 @@ def run(config: Config, plan: ParallelPlan) -> int:
             )  # fmt: skip
             checkpoints = Checkpoints(session, trainer, corpus_fingerprint=corpus.fingerprint)
             progress = begin(start, checkpoints, records.timeline)
-            parts = Run(trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline)
+            parts = Run(
+                trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline,
+                watch=records.first_steps.watch,
+            )  # fmt: skip
             for report in train(parts, progress):
                 records.write(report)
             sample = sample_text(trainer, session, corpus.tokenizer) if config.train.sample_tokens > 0 else None

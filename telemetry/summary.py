@@ -59,7 +59,7 @@ class Outcome:
         }
 
 
-def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device_name: str) -> str:
+def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device_name: str, profile: str) -> str:
     """Model, plan and stages in a few lines."""
     batches = f"{plan.global_batch_size} samples = {plan.data_parallel_size} data ranks x {plan.num_micro_batches} "
     batches += f"micro-batches x {plan.micro_batch_size}"
@@ -70,6 +70,7 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
         f"plan      tp={plan.tensor_model_parallel_size}"
         f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage},"
         f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
+        f"profile   {profile}",
         f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
         *([f"          {stage_split.describe(config, plan)}"] if plan.pipeline_model_parallel_size > 1 else []),
         f"batch     {batches}, {config.data.sequence_length} tokens each",

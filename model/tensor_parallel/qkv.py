@@ -79,27 +79,29 @@ class QKVParallelLinear(nn.Module):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.kv_weight is not None:
-            weight = torch.cat([weight, _SumCopies.apply(self.tensor, self.parts, self.kv_weight)])
+            weight = _JoinCopies.apply(self.tensor, self.parts, weight, self.kv_weight)
         if bias is not None and self.kv_bias is not None:
-            bias = torch.cat([bias, _SumCopies.apply(self.tensor, self.parts, self.kv_bias)])
+            bias = _JoinCopies.apply(self.tensor, self.parts, bias, self.kv_bias)
         return column_parallel_linear(x, weight, bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
 
 
-class _SumCopies(torch.autograd.Function):
-    """Identity; backward sums the gradient over the neighbouring tensor ranks that hold the same part.
+class _JoinCopies(torch.autograd.Function):
+    """Queries' rows over this rank's copy of keys and values; backward sums the latter's gradient over its copies.
 
-    Each rank puts its gradient in its part's slot and the whole is all-reduced over the tensor axis, so no process
-    group is needed for each subset of ranks.
+    The copies are on neighbouring tensor ranks. Each rank puts its gradient in its part's slot and the whole is
+    all-reduced over the tensor axis, so no process group is needed for each subset of ranks. Gradients are tensors of
+    their own: a view would keep the joined one alive until the step.
     """
 
     @staticmethod
-    def forward(ctx, tensor: AxisGroup, parts: int, parameter: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.tensor, ctx.parts = tensor, parts
-        return parameter.view_as(parameter)
+    def forward(ctx, tensor: AxisGroup, parts: int, query: Tensor, key_value: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.tensor, ctx.parts, ctx.query_rows = tensor, parts, query.shape[0]
+        return torch.cat([query, key_value])
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
+        query, key_value = grad[: ctx.query_rows].clone(), grad[ctx.query_rows :]
         part = ctx.tensor.rank // (ctx.tensor.size // ctx.parts)
-        slots = grad.new_zeros((ctx.parts, *grad.shape))
-        slots[part] = grad
-        return None, None, collectives.all_reduce(slots, ctx.tensor)[part]
+        slots = grad.new_zeros((ctx.parts, *key_value.shape))
+        slots[part] = key_value
+        return None, None, query, collectives.all_reduce(slots, ctx.tensor)[part].clone()

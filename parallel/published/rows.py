@@ -26,9 +26,9 @@ from conf.schema import (
     ZeroConfig,
 )
 from parallel.flops import model_flops_per_token
-from parallel.kernels import Software
 from parallel.plan import ParallelPlan, padded_vocab_size
 from parallel.published.stacks import STACKS, Stack
+from parallel.software import Software
 from parallel.stages import boundaries
 
 RUNS = Path(__file__).with_name("runs.csv")

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from conf.schema import Family
-from parallel.kernels import Software
+from parallel.software import Software
 
-UNFUSED = Software(fused_attention=False, partitioned_sends=True)
-FUSED = Software()
+UNFUSED = Software(fused_attention=False, partitioned_sends=True, reduce_scatters=True)
+FUSED = Software(reduce_scatters=True)
+HIDING = Software(reduce_scatters=True, hides_data=True)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,13 @@ STACKS = (
     Stack("megatron_deepspeed_bloom_a100", ("DeepSpeed PipelineEngine",), "A100", UNFUSED),
     Stack("megatron_deepspeed_mtnlg_a100", ("TP x PP x ZeRO-1",), "A100", UNFUSED, zero_stage=1),
     Stack("megatron_deepspeed_vtrain_a100", ("vTrain",), "A100", UNFUSED),
-    Stack("megatron_core_0.8_h100", ("Megatron-Core",), "H100", Software(hides_data=True), zero_stage=1),
+    Stack(
+        "megatron_core_0.8_h100",
+        ("Megatron-Core",),
+        "H100",
+        Software(reduce_scatters=True, hides_data=True),
+        zero_stage=1,
+    ),
     Stack("megatron_2022_a100", ("Megatron-LM",), "A100-SXM4-80", UNFUSED),
     Stack("nanotron_h100", ("nanotron",), "H100", FUSED, family=Family.llama, reduces_fp32=True),
     Stack("composer_fsdp_h100", ("Composer + FSDP",), "H100", FUSED),

@@ -1,0 +1,72 @@
+"""What the knobs of conf/schema.py that are no numbers may be. Import these names from there."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Family(str, Enum):
+    gpt2 = "gpt2"
+    llama = "llama"
+
+
+# Members go by the name that is typed, and "1f1b" is no Python name.
+Schedule = Enum("Schedule", {"1f1b": "1f1b", "eager1f1b": "eager1f1b", "dualpipev": "dualpipev"}, type=str)
+
+
+# Axes of the mesh of ranks, the slowest first: ranks that differ in the last one are neighbours.
+Order = Enum(
+    "Order",
+    {
+        "pipe_data_tensor": "pipe_data_tensor",
+        "pipe_tensor_data": "pipe_tensor_data",
+        "data_pipe_tensor": "data_pipe_tensor",
+        "data_tensor_pipe": "data_tensor_pipe",
+        "tensor_pipe_data": "tensor_pipe_data",
+        "tensor_data_pipe": "tensor_data_pipe",
+    },
+    type=str,
+)
+
+
+class Recompute(str, Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class DType(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class LRSchedule(str, Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class LRUnit(str, Enum):
+    steps = "steps"
+    tokens = "tokens"
+
+
+class BadLine(str, Enum):
+    fail = "fail"
+    skip = "skip"
+
+
+class OnBadStep(str, Enum):
+    skip = "skip"
+    rollback = "rollback"
+
+
+OnSaveError = Enum("OnSaveError", {"continue": "continue", "stop": "stop"}, type=str)
+
+
+class WandbMode(str, Enum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
