@@ -57,7 +57,7 @@ def as_yaml(found: Findings, *, name: str) -> str:
         f"  attention_flops: {_number(found.attention_flops)}",
         f"  memory_bandwidth: {_number(found.memory_bandwidth)}",
         f"  kernel_s: {_number(found.matrix.kernel_s)}",
-        f"  overlap: {0.0 if found.device_kind == 'cpu' else 1.0}",  # a CPU computes and communicates with the same cores
+        *([] if found.overlap is None else [f"  overlap: {found.overlap.share:.3f}"]),
         f"  dtype: {found.dtype}",
         f"  source: recipes/probe.py on {day}, {found.dtype}",
     ]
