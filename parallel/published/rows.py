@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conf.schema import (
@@ -109,8 +109,8 @@ def _run(row: dict[str, str]) -> PublishedRun:
         padded_vocab_size=padded_vocab_size(config.model.vocab_size, divisor=128, tp=tp),
         stage_layers=boundaries(blocks), recompute=config.parallel.recompute.value, recompute_interval=1, warnings=(),
     )  # fmt: skip
-    run = PublishedRun(row["id"], row["source"], stack, -(-world // stack.per_node), config, plan, 0.0)
-    return PublishedRun(*(run.id, run.source, run.stack, run.nodes, run.config, run.plan), _step_s(row, run))
+    run = PublishedRun(row["id"], row["source"], stack, -(-world // stack.per_node), config, plan, step_s=0.0)
+    return replace(run, step_s=_step_s(row, run))
 
 
 def _config(row: dict[str, str], stack: Stack, *, tp: int, pp: int, micro_batch: int, global_batch: int) -> Config:
