@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -196,8 +197,15 @@ class Ladder:
         elif "NonFiniteError" in error or any(not math.isfinite(loss) for loss in seen.losses.values()):
             kind, what = "parity", error
         else:
-            kind, what = "crash" if rung.resumes is None else "restart", error or f"exit code {code}"
+            kind, what = "crash" if rung.resumes is None else "restart", error or f"exit code {code}: {_said(output)}"
         return Failure(rung.name, kind, f"{what} (its output: {output})")
+
+
+def _said(output: Path) -> str:
+    """The last line of a run that names an error, of one that left no failed.json."""
+    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+    named = [line.strip() for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line.strip())]
+    return named[-1][:300] if named else "it named no error"
 
 
 def launched(command: Sequence[str], output: Path, *, timeout_s: float) -> int:

@@ -58,7 +58,10 @@ def search(config: Config, world_size: int, *, device: str, limit_bytes: float |
 
     limit_bytes: of one device; None: everything fits.
     """
-    rates, fabric = Rates.from_config(config.cluster, config.precision.dtype), Fabric.from_config(config.cluster, world_size=world_size)
+    rates, fabric = (
+        Rates.from_config(config.cluster, config.precision.dtype),
+        Fabric.from_config(config.cluster, world_size=world_size),
+    )
     found = Search()
     for candidate in _candidates(config, world_size, device=device):
         ledgers = memory.predict(candidate.config, candidate.plan, device=device)

@@ -61,9 +61,7 @@ def ranking(pairs: Sequence[tuple[Candidate, Prediction]]) -> str:
         "", "plan", "micro-batch", "recompute", "axis order", "step", "tokens/s", "MFU", "HFU", "worst bubble",
         "imbalance", "memory",
     )  # fmt: skip
-    reasons = [
-        f"1 before {number}: {reason(pairs[0], pair)}" for number, pair in list(enumerate(pairs, start=1))[1:4]
-    ]
+    reasons = [f"1 before {number}: {reason(pairs[0], pair)}" for number, pair in list(enumerate(pairs, start=1))[1:4]]
     return "\n".join([table(names, rows), *reasons])
 
 

@@ -91,6 +91,16 @@ def failed(error: str, code: int = EXIT_FAILED) -> Any:
     return run
 
 
+def says(line: str, code: int) -> Any:
+    """A run that ended before it had a folder."""
+
+    def run(folder: Path, losses: dict[int, float]) -> int:
+        folder.with_suffix(".txt").write_text(f"a banner\n{line}\nthe launcher's last words\n")
+        return code
+
+    return run
+
+
 def draws(**changes: Any) -> Any:
     """A run whose losses are others."""
 
@@ -134,7 +144,7 @@ CLASSES = {
     "hang": (dict(pp_alone=failed("no progress for 60 s in step 3: rank 1")), "pp alone", "no progress for 60 s"),
     "timeout": (dict(pp_alone=failed("", TIMED_OUT)), "pp alone", "promote.timeout_s=900"),
     "crash": (dict(tp_alone=failed("RuntimeError('bad')")), "tp alone", "RuntimeError('bad') (its output: "),
-    "refused": (dict(tp_alone=failed("", 2)), "tp alone", "exit code 2"),
+    "refused": (dict(tp_alone=says("error: model.x is no knob", 2)), "tp alone", "exit code 2: error: model.x is no"),
     "restart": (
         {"pp_alone_restarted": draws(losses={7: 5.0})}, "pp alone, restarted", "the loss of step 7 is 5 and"
     ),
