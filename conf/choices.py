@@ -41,6 +41,11 @@ class DType(str, Enum):
     fp16 = "fp16"
 
 
+class DeviceKind(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class LRSchedule(str, Enum):
     constant = "constant"
     linear = "linear"

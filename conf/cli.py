@@ -81,7 +81,7 @@ def _run(task: Callable[[Config, int], int]) -> NoReturn:
     try:
         code = _main(task, argv)
     except ConfigError as error:
-        code = _refuse(error.problems)
+        code = refuse(error.problems)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     marker = os.environ.get("LAUNCH_MARKER")
@@ -217,7 +217,7 @@ def _sweep() -> int:
     return max((abs(code) for code in codes), default=0)
 
 
-def _refuse(problems: Sequence[str]) -> int:
+def refuse(problems: Sequence[str]) -> int:
     """Print on rank 0. The other ranks wait for it: a launcher ends all ranks when the first one leaves."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     outside = not (rank.isdigit() and size.isdigit() and int(rank) < int(size))  # no rank 0 may ever see this

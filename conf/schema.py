@@ -12,6 +12,7 @@ from typing import Any, Optional
 
 from conf.choices import (
     BadLine,
+    DeviceKind,
     DType,
     Family,
     LRSchedule,
@@ -195,6 +196,7 @@ class ClusterConfig:
 
     name: str = "local"  # a label for logs
     nodes: int = 1  # machines
+    device: Optional[DeviceKind] = None  # what plans are for: cpu or cuda; null: as found
     devices_per_node: Optional[int] = None  # accelerators per machine; null: as found
     memory_per_device: Optional[float] = None  # bytes; null: as found
     peak_flops: Optional[float] = None  # data-sheet FLOP/s of one device in the run's dtype; null: by device name

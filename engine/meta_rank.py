@@ -30,11 +30,11 @@ from parallel.groups import AxisGroup
 META = torch.device("meta")
 KIND_OF_LAYER = {"embedding": "embedding", "final_norm": "norms", "head": "head"}
 KIND_OF_PART = {"attention": "attention", "mlp": "mlp", "attention_norm": "norms", "mlp_norm": "norms"}
-OPERATIONS = {  # of torch.distributed's dispatcher: our name, and the argument that is the whole tensor
-    "allreduce_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "send": ("send_recv", 0),
+OPERATIONS = {  # of torch.distributed's dispatcher: our name, which argument is the whole tensor, and which the group
+    "c10d::allreduce_": ("all_reduce", 0, 1),
+    "c10d::_allgather_base_": ("all_gather", 0, 2),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1, 2),
+    "c10d::send": ("send_recv", 0, 1),
 }
 Call = tuple[str, str, str, int, int]  # axis, phase, operation, ranks of the group, bytes
 
@@ -175,12 +175,11 @@ class CountCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            operation, whole = OPERATIONS[func._schema.name.removeprefix("c10d::")]
+            operation, whole, group = OPERATIONS[func._schema.name]
             tensor = args[whole][0] if isinstance(args[whole], list) else args[whole]
-            number = {"allreduce_": 1, "send": 1}.get(func._schema.name.removeprefix("c10d::"), 2)
-            axis = self._axes[ProcessGroup.unbox(args[number]).group_name]
-            key = (axis.name, self.phase, operation, axis.size, tensor.numel() * tensor.element_size())
-            self.calls[key] += 1
+            axis = self._axes[ProcessGroup.unbox(args[group]).group_name]
+            number_of_bytes = tensor.numel() * tensor.element_size()
+            self.calls[axis.name, self.phase, operation, axis.size, number_of_bytes] += 1
         return func(*args, **(kwargs or {}))
 
 

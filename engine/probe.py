@@ -12,6 +12,7 @@ from conf.schema import Config
 from engine.device import Device
 from engine.distributed import gather
 from engine.probe_links import lines_to_measure, measure_host_link, measure_links, message_sizes
+from engine.probe_overlap import Overlap, measure_overlap
 from engine.probe_rates import Kernel, RateProbe
 from engine.session import DTYPES
 from parallel.fit_links import Sample, fit_link, predicted_s
@@ -38,6 +39,7 @@ class Findings:
     """Everything measured on this cluster. Rates: FLOP/s and bytes/s of one device."""
 
     rank: int
+    device_kind: str
     device_name: str
     dtype: str
     threads: int | None  # of a rank; None on an accelerator
@@ -53,6 +55,7 @@ class Findings:
     attention_flops: float
     pointwise: tuple[Kernel, ...]
     memory_bandwidth: float
+    overlap: Overlap | None  # None: one rank ran
 
     @property
     def nodes(self) -> int:
@@ -71,6 +74,7 @@ class Findings:
             _products_text(self.products, self.matrix),
             _kernels_text(self.attention, self.attention_flops, "attention_flops", "FLOP/s"),
             _kernels_text(self.pointwise, self.memory_bandwidth, "memory_bandwidth", "bytes/s"),
+            _overlap_text(self.overlap),
         ]
         return "\n\n".join(["", *parts])
 
@@ -96,6 +100,7 @@ def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Cal
     return Findings(
         rank=dist.get_rank(),
         device_name=device.name,
+        device_kind=device.kind,
         dtype=config.precision.dtype.value,
         threads=device.threads,
         hosts=tuple(hosts),
@@ -113,6 +118,7 @@ def measure(config: Config, plan: ParallelPlan, *, device: Device, progress: Cal
         attention_flops=next(kernel.work / kernel.seconds for kernel in attention if kernel.configured),
         pointwise=tuple(pointwise),
         memory_bandwidth=memory_bandwidth,
+        overlap=measure_overlap(device=device, dtype=dtype, chosen=chosen),
     )
 
 
@@ -155,6 +161,13 @@ def _kernels_text(kernels: Sequence[Kernel], rate: float, knob: str, unit: str) 
     return f"cluster.rates: {knob} {rate:.4g} {unit}\n" + table(
         ("kernel", "measured us", "fitted us", "error %", f"G{unit}"), rows
     )
+
+
+def _overlap_text(overlap: Overlap | None) -> str:
+    if overlap is None:
+        return "cluster.rates: overlap not measured, one rank ran"
+    text = f"cluster.rates: overlap {overlap.share:.2f}; all-reduce over all ranks {1e3 * overlap.collective_s:.3g} ms"
+    return f"{text}, matrix products {1e3 * overlap.compute_s:.3g} ms, both at once {1e3 * overlap.both_s:.3g} ms"
 
 
 def _times(measured_s: float, fitted_s: float) -> tuple[str, str, str]:

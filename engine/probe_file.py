@@ -41,6 +41,7 @@ def as_yaml(found: Findings, *, name: str) -> str:
         f"# torch {torch.__version__}; rates and collectives in {found.dtype}. peak_flops, if any: the data sheet's.",
         f"name: {name}",
         f"nodes: {found.nodes}",
+        f"device: {found.device_kind}",
         f"devices_per_node: {found.devices_per_node}",
         f"memory_per_device: {_number(found.memory_per_device)}",
     ]
@@ -56,6 +57,8 @@ def as_yaml(found: Findings, *, name: str) -> str:
         f"  attention_flops: {_number(found.attention_flops)}",
         f"  memory_bandwidth: {_number(found.memory_bandwidth)}",
         f"  kernel_s: {_number(found.matrix.kernel_s)}",
+        *([] if found.overlap is None else [f"  overlap: {found.overlap.share:.3f}"]),
+        f"  dtype: {found.dtype}",
         f"  source: recipes/probe.py on {day}, {found.dtype}",
     ]
     return "\n".join(lines) + "\n"

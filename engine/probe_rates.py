@@ -21,6 +21,7 @@ from engine.distributed import broadcast
 from engine.timing import seconds_together
 from model.blocked_attention import blocked_attention, plan_blocks
 from parallel.fit_rates import Product
+from parallel.kernels import FUSED_BACKWARD
 from parallel.sizes import sizes
 
 BUFFER_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # several times the caches of any device
@@ -78,14 +79,13 @@ class RateProbe:
     def attention_cores(self) -> list[Kernel]:
         """Forward and backward of the causal core that the model uses here, at half, one and two sequence lengths.
 
-        FLOPs are those of the causal half: two products forward and five backward, which computes the scores again
-        (arXiv:2205.14135).
+        FLOPs are those of the causal half, as `parallel.kernels` counts them.
         """
         model, length = self.config.model, self.config.data.sequence_length
         found: list[Kernel] = []
         for one in sorted({max(1, length // 2), length, 2 * length}):
             shape = (self.config.train.micro_batch_size, model.num_attention_heads, one, sizes(model).head_dim)
-            flops = round(3.5 * 2 * shape[0] * shape[1] * one * one * shape[3])
+            flops = round((1 + FUSED_BACKWARD) * 2 * shape[0] * shape[1] * one * one * shape[3])
             if one > length and flops / found[-1].work * found[-1].seconds > LONGEST_S:
                 break
             seconds = self._seconds(partial(self._attend, *(self._random(*shape).requires_grad_() for _ in range(3))))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.step import Trainer
 
-SMALLEST = 64  # bytes of a storage that counts: a scale or the seeds of a kernel are no activations
+SMALLEST = 24  # bytes of a storage that counts: a scale or the two seeds of a kernel are no activations
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch.optim.AdamW's names
 
 
@@ -95,8 +95,8 @@ class HeldActivations:
         self.label = ""
         self.by_label: Counter[str] = Counter()
         self._users: Counter[int] = Counter()  # by storage
-        self._weights = {_place(p) for p in self.parameters}
         self._gathers = any(hasattr(p, "ds_tensor") for p in self.parameters)  # ZeRO 3 builds whole weights anew
+        self._weights = set() if self._gathers else {_place(p) for p in self.parameters}
         self._hooks: Any = None
 
     def __enter__(self) -> HeldActivations:

@@ -1,17 +1,18 @@
 """Which axis lies on which link, and what each would cost elsewhere: why tensor collectives stay inside a node.
 
-Every axis is priced twice, once on the link inside a node and once between nodes, with the same bytes and calls; the
-axis that loses most per second gained elsewhere is the one to keep inside first. Not here: the price of one collective
-(`parallel.links`).
+Every axis is priced twice, once on the link inside a node and once between nodes, with the same bytes and calls. What
+may hide behind computation counts as far as it exceeds it. The axis that would lose most is kept inside first. Not
+here: the price of one collective (`parallel.links`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
-from parallel.communication import ledger
-from parallel.links import Fabric, collective_seconds
+from parallel.communication import Collective, ledger
+from parallel.links import Fabric, Link, collective_seconds
 from parallel.plan import ParallelPlan
 from parallel.topology import AXES, Spread
 
@@ -24,7 +25,7 @@ class AxisPrice:
     group_size: int
     calls: int
     bytes: int  # of the tensors of all calls
-    inside_s: float  # with all of a group on one node
+    inside_s: float  # waited for, with all of a group on one node
     across_s: float  # with one rank of a group on each node
     placed_s: float  # as the plan places it
     link: str
@@ -34,8 +35,11 @@ class AxisPrice:
         return self.across_s - self.inside_s
 
 
-def prices(config: Config, plan: ParallelPlan, fabric: Fabric) -> list[AxisPrice]:
-    """Of each axis with more than one rank, the one that loses most by leaving a node first."""
+def prices(config: Config, plan: ParallelPlan, fabric: Fabric, *, compute_s: float) -> list[AxisPrice]:
+    """Of each axis with more than one rank, the one that loses most by leaving a node first.
+
+    compute_s: of a step, behind which what may hide does.
+    """
     stages = [ledger(config, plan, pp_rank) for pp_rank in range(plan.pipeline_model_parallel_size)]
     found = []
     for axis in AXES:
@@ -50,16 +54,23 @@ def prices(config: Config, plan: ParallelPlan, fabric: Fabric) -> list[AxisPrice
         links = [fabric.link(Spread(1, size)), fabric.link(spread), fabric.link(spread)]
         if fabric.inter_node is not None:
             links[1] = fabric.link(Spread(size, 1))
-        inside, across, placed = (
-            sum(
-                call.calls * collective_seconds(call.operation, call.bytes, group_size=call.group_size, link=link)
-                for call in of_stage
-            )
-            for link in links
-        )
+        inside, across, placed = (_waited_s(of_stage, link, config.cluster.rates.overlap * compute_s) for link in links)
         calls, total = sum(call.calls for call in of_stage), sum(call.total_bytes for call in of_stage)
         found.append(AxisPrice(axis, size, calls, total, inside, across, placed, links[2].name))
     return sorted(found, key=lambda price: price.loss_s, reverse=True)
+
+
+def _waited_s(calls: Sequence[Collective], link: Link, hidden_s: float) -> float:
+    """Seconds of the calls on one link, less what hides."""
+    open_s, behind_s = (
+        sum(
+            call.calls * collective_seconds(call.operation, call.bytes, group_size=call.group_size, link=link)
+            for call in calls
+            if call.hides is hides
+        )
+        for hides in (False, True)
+    )
+    return open_s + max(0.0, behind_s - hidden_s)
 
 
 def warnings(config: Config, plan: ParallelPlan) -> list[str]:
@@ -78,7 +89,7 @@ def warnings(config: Config, plan: ParallelPlan) -> list[str]:
         fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
     except ValueError:
         return [f"{line}; keep tp within a node, with the tensor axis last in parallel.order"]
-    price = next(price for price in prices(config, plan, fabric) if price.axis == "tensor")
+    price = next(price for price in prices(config, plan, fabric, compute_s=0.0) if price.axis == "tensor")
     return [
         f"{line}, {price.placed_s:.3g} s on {price.link} for {price.inside_s:.3g} s on {fabric.intra_node.name}; keep "
         "tp within a node, with the tensor axis last in parallel.order"

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.schema import Config
+from parallel.ledger import Ledger
 from parallel.memory import worst
 from parallel.placement import AxisPrice
 from parallel.plan import ParallelPlan
 from parallel.prediction import Prediction
 from parallel.search import Candidate, Search
 from parallel.sizes import parameter_count
-from parallel.stages import Comparison
 from telemetry.tables import size, table
 
 CONVENTIONS = (
-    "A multiply-add is 2 FLOPs; matrix products only; attention scores whole, not the causal half; the head counts once,",
-    "tied or not, with the real vocabulary. MFU leaves recomputation out, HFU counts it, both of the data sheet's peak.",
+    "FLOPs: a multiply-add is 2; matrix products only; attention scores whole, not the causal half; the head counts",
+    "once, tied or not, with the real vocabulary. MFU leaves recomputation out, HFU counts it; both of the peak rate.",
 )
 
 
@@ -44,6 +44,12 @@ def degrees(plan: ParallelPlan) -> str:
     parts += [f"dp{plan.data_parallel_size}", f"zero{plan.zero_stage}"]
     parts += ["sp"] * plan.sequence_parallel
     return " ".join([*parts, plan.schedule] if plan.pipeline_model_parallel_size > 1 else parts)
+
+
+def title(plan: ParallelPlan) -> str:
+    """Degrees, micro-batch and recomputation in one line."""
+    line = f"{degrees(plan)}, {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+    return f"{line}, recompute {plan.recompute}, axis order {'_'.join(plan.order)}"
 
 
 def ranking(pairs: Sequence[tuple[Candidate, Prediction]]) -> str:
@@ -99,9 +105,8 @@ def pareto(search: Search, *, most: int) -> str:
     )
 
 
-def memory(prediction: Prediction, *, limit_bytes: float | None) -> str:
+def memory(ledgers: Sequence[Ledger], *, limit_bytes: float | None) -> str:
     """Bytes by category on the first, the worst and the last pipeline rank."""
-    ledgers = prediction.ledgers
     chosen = sorted({0, worst(ledgers).pp_rank, len(ledgers) - 1})
     columns = [ledgers[rank].categories() for rank in chosen]
     names = [name for name in columns[0] | columns[-1] if any(column.get(name) for column in columns)]
@@ -139,9 +144,10 @@ def placement(prices: Sequence[AxisPrice]) -> str:
     first = prices[0]
     line = (
         f"keep the {first.axis} axis inside a node first: {size(first.bytes)} in {first.calls} calls a step and rank "
-        f"take {first.inside_s:.4f} s there and {first.across_s:.4f} s between nodes, {first.loss_s:.4f} s more"
+        f"cost {first.inside_s:.4f} s there and {first.across_s:.4f} s between nodes, {first.loss_s:.4f} s more"
     )
-    return "\n".join(["where axes lie:", table(names, rows), line])
+    head = "where axes lie, and the seconds that are waited for (beyond what hides behind computation):"
+    return "\n".join([head, table(names, rows), line])
 
 
 def time(prediction: Prediction) -> str:
@@ -149,7 +155,7 @@ def time(prediction: Prediction) -> str:
     rows = [
         (what, f"{seconds:.4f} s", f"{seconds / prediction.step_s:.1%}")
         for what, seconds in prediction.seconds.items()
-        if seconds
+        if seconds > 1e-4 * prediction.step_s
     ]
     rows.append(("step", f"{prediction.step_s:.4f} s", "100.0%"))
     return "time of a step (mean over pipeline ranks; hidden communication is not in it):\n" + table(
@@ -157,22 +163,18 @@ def time(prediction: Prediction) -> str:
     )
 
 
-def stages(prediction: Prediction, comparison: Comparison | None) -> str:
-    """Layers and seconds of each stage, and what a split by count alone would cost."""
+def stages(prediction: Prediction, split: str) -> str:
+    """Layers and seconds of each stage; `split`: a line on what a split by count alone would cost."""
     plan = prediction.plan
     rows = [
-        (index, f"{last - first}", f"{1000 * stage.forward_s:.2f} ms", f"{1000 * stage.backward_s:.2f} ms")
+        (str(index), f"{last - first}", f"{1000 * stage.forward_s:.2f} ms", f"{1000 * stage.backward_s:.2f} ms")
         for index, ((first, last), stage) in enumerate(zip(plan.stage_layers, prediction.stages, strict=True))
     ]
     if len(rows) > 8:
         rows = [*rows[:4], ("...", "", "", ""), *rows[-4:]]
-    lines = [
-        "stages (layers with embedding, norm and head; one micro-batch):",
-        table(("stage", "layers", "forward", "backward"), rows),
-    ]
-    if comparison is not None:
-        lines.append(comparison.line())
-    return "\n".join(lines)
+    names = ("stage", "layers", "forward", "backward")
+    head = "stages (layers with embedding, norm and head; seconds of one micro-batch):\n"
+    return f"{head}{table(names, rows)}\nsplit {split}"
 
 
 def _percent(share: float | None) -> str:

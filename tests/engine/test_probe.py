@@ -20,7 +20,9 @@ from engine.distributed import start
 from engine.probe import measure
 from engine.probe_file import as_yaml, target
 from engine.probe_links import lines_to_measure, message_sizes, worst_spread
+from engine.probe_overlap import Overlap
 from engine.probe_rates import matrix_shapes
+from parallel.kernels import Rates
 from parallel.links import Fabric
 from parallel.plan import ParallelPlan
 from parallel.topology import Spread, Topology
@@ -50,6 +52,12 @@ def test_links_that_the_axes_leave_out_are_measured_too():
 def test_the_spread_is_that_of_the_line_that_lies_worst():
     assert worst_spread(((0, 1), (2, 3)), ["a", "a", "a", "b"]) == Spread(nodes=2, ranks_per_node=1)
     assert worst_spread(((0, 1, 2, 3),), ["a", "a", "b", "b"]) == Spread(nodes=2, ranks_per_node=2)
+
+
+def test_overlap_is_the_hidden_share_of_the_shorter_one():
+    assert Overlap(collective_s=2.0, compute_s=3.0, both_s=3.0).share == 1.0
+    assert Overlap(collective_s=2.0, compute_s=3.0, both_s=4.5).share == 0.25
+    assert Overlap(collective_s=2.0, compute_s=3.0, both_s=6.0).share == 0.0  # they hinder each other
 
 
 def test_sizes_go_from_smallest_to_largest_in_fours():
@@ -93,8 +101,9 @@ def test_two_ranks_measure_fit_print_and_write_a_cluster_that_plans(tmp_path: Pa
     plan = ParallelPlan.from_config(config, 2, device="cpu")
     fabric = Fabric.from_config(config.cluster, world_size=2)
     assert fabric.inter_node is None and fabric.seconds("all_reduce", 1e6, topology=plan.topology, axis="tensor") > 0
-    rates = config.cluster.rates
+    rates = Rates.from_config(config.cluster)
     assert min(rates.matrix_flops, rates.operand_bandwidth, rates.attention_flops, rates.memory_bandwidth) > 0
+    assert 0 <= rates.overlap <= 1 and "both at once" in output
 
 
 def cluster_of_two_hosts(config: Config) -> str:

@@ -10,6 +10,7 @@ import pytest
 from parallel.fit_links import Sample, fit_link, predicted_s
 from parallel.fit_rates import MatrixLaw, Product, fit_matrix_law
 from parallel.fitting import fit_terms, mean_error
+from parallel.kernels import Rates
 from parallel.links import Link, collective_seconds
 from parallel.topology import Spread
 
@@ -60,6 +61,12 @@ def test_the_matrix_law_is_found_again_from_its_times(law):
     assert found.matrix_flops == pytest.approx(law.matrix_flops, rel=1e-6)
     assert found.operand_bandwidth == pytest.approx(law.operand_bandwidth, rel=1e-6)
     assert found.kernel_s == pytest.approx(law.kernel_s, rel=1e-6, abs=1e-12)
+
+
+def test_the_law_that_is_fitted_is_the_one_that_plans_use():
+    law = MatrixLaw(700e12, 4e12, 5e-6)
+    rates = Rates(law.matrix_flops, law.operand_bandwidth, 1.0, 1.0, law.kernel_s, 0.0, 0.0, 1.0)
+    assert law.seconds(Product(64, 128, 32, 2, 0.0)) == pytest.approx(rates.matrix_s(64, 128, 32, element=2), rel=1e-12)
 
 
 def test_where_bytes_cost_nothing_beside_flops_they_get_the_bandwidth_of_memory():

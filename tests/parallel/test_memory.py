@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from model.layers import build_layer_specs, run_layers
 from model.tensor_parallel.random import RandomStreams
 from parallel.activations import block_bytes, blocks_bytes, micro_batch
 from parallel.groups import SINGLE
+from parallel.ledger import Ledger
 from parallel.memory import predict, stage_parameters, worst
 from parallel.plan import ParallelPlan
 from parallel.sizes import parameter_count
-from parallel.states import in_flight, state_bytes
+from parallel.states import block_tensors, in_flight, state_bytes
 from tests.parallel.configs import changed, gpt, tiny
 
 GIB = 2**30
@@ -212,3 +214,64 @@ def test_states_of_zero_1_are_what_deepspeed_really_holds(settings, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     predicted, held = (int(number) for number in done.stdout.split()[-2:])
     assert held == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_second_micro_batch_in_flight_costs_as_much_as_the_first():
+    """Case H3: with more micro-batches (gradient accumulation) a pipeline's first stage needs more."""
+
+    def first_stage(micro_batches: int, **changes) -> Ledger:
+        config = tiny(parallel__pp=4, train__global_batch_size=micro_batches, **changes)
+        return predict(config, ParallelPlan.from_config(config, 4), device="cpu")[0]
+
+    tables = 32 * 16 * 4  # rotary cosines and sines, held once
+    one, two, many = (first_stage(n).activations - tables for n in (1, 2, 8))
+    assert (two, many) == (2 * one, 4 * one)
+    assert first_stage(8, parallel__recompute="full").activations < first_stage(8).activations
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(5, 4), (42, 16), (38, 8), (7, 3)])
+def test_no_stage_is_left_without_a_block(layers, stages):
+    """Case B3: counts differ by at most 1 where all blocks cost alike and the ends cost little; all bytes are there."""
+    config = tiny(model__num_layers=layers, parallel__pp=stages, train__global_batch_size=1, model__vocab_size=8)
+    plan = ParallelPlan.from_config(config, stages, device="cpu")
+    block = block_tensors(config.model, tp=1).total
+    held = [ledger.parameters for ledger in predict(config, plan, device="cpu")]
+    table = plan.padded_vocab_size * config.model.hidden_size
+    blocks = [(held[0] - table) / block, *(n / block for n in held[1:-1]), (held[-1] - table - 64) / block]
+    assert min(blocks) >= 1 and max(blocks) - min(blocks) <= 1 and sum(blocks) == layers
+
+
+def test_schedules_hold_what_their_papers_say():
+    config = tiny(parallel__pp=4, train__global_batch_size=16, model__num_layers=8)
+    plan = ParallelPlan.from_config(config, 4)
+
+    def held(schedule: str, **named) -> list[float]:
+        return [ledger.in_flight for ledger in predict(config, plan, device="cpu", schedule=schedule, **named)]
+
+    assert held("1f1b") == [4, 3, 2, 1]
+    assert held("eager1f1b") == [7, 5, 3, 1]
+    assert held("gpipe") == [16] * 4
+    assert held("interleaved", chunks=2) == [4 * (1 + 3 / (4 * 2)), 4.5, 3.5, 2.5]  # arXiv:2205.05198 section 4.2.3
+
+
+def test_buckets_and_gathered_weights_are_counted_apart_from_states():
+    def ledger(stage: int, **changes) -> Ledger:
+        config = tiny(zero__stage=stage, precision__dtype="bf16", **changes)
+        return predict(config, ParallelPlan.from_config(config, 2), device="cpu")[0]
+
+    assert ledger(2, zero__bucket_size=1000).reduce_buckets == 2 * 1000 * 2
+    assert ledger(3, zero__bucket_size=1000).reduce_buckets == 1000 * 2
+    assert ledger(3).gather_buckets == 180_800 * 2 and ledger(2).gather_buckets == 0
+    assert ledger(1).low_precision_gradients == 180_800 * 2 and ledger(2).low_precision_gradients == 0
+
+
+def test_a_search_can_afford_a_prediction():
+    config = gpt(layers=128, hidden=25600, heads=160, parallel__tp=8, parallel__pp=64, train__global_batch_size=512)
+    plan = ParallelPlan.from_config(config, 512, device="cuda")
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        predict(config, plan, device="cuda")
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(20)) < 0.005  # 64 stages; 1 ms on a free core

@@ -214,6 +214,9 @@ def test_settings_without_effect_are_said():
         "parallel.sequence_parallel",
         "parallel.recompute_interval",
     ]
+    config = tiny()
+    config.parallel.stages = "profile"
+    assert ParallelPlan.from_config(config, 1).warnings == ("parallel.stages=profile has no effect at parallel.pp=1",)
 
 
 def test_a_warm_up_as_long_as_the_run_is_said():
