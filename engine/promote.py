@@ -158,12 +158,14 @@ class Promotion:
 
 def _require_devices(ranks: int, name: str) -> None:
     if device_kind() == "cuda":
-        found, unit = device_count(), "GPUs"
+        found = device_count()
+        here = f"has {found} GPUs"
     else:
         cores = len(os.sched_getaffinity(0))
-        found, unit = RANKS_PER_CORE * cores, f"ranks at most, its {cores} cores being CPU cores"
+        found = RANKS_PER_CORE * cores
+        here = f"carries at most {found} on its {cores} CPU cores"
     if ranks > found:
         raise ValueError(
-            f"profile {name} needs {ranks} ranks but this machine has {found} {unit}; climb it where there are enough, "
-            "choose a smaller profile, or print the commands with promote.dry_run=true"
+            f"profile {name} needs {ranks} ranks but this machine {here}; climb it where there are enough, choose a "
+            "smaller profile, or print the commands with promote.dry_run=true"
         )

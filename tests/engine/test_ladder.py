@@ -241,7 +241,7 @@ def test_a_profile_changed_on_the_command_line_is_not_climbed(promotion):
 
 def test_too_few_devices_are_one_line(promotion, monkeypatch):
     monkeypatch.setattr("engine.promote.RANKS_PER_CORE", 0)
-    with pytest.raises(ValueError, match="profile mine needs 4 ranks but this machine has 0"):
+    with pytest.raises(ValueError, match="profile mine needs 4 ranks but this machine carries at most 0"):
         promotion(Runs()).climbed()
 
 
@@ -285,6 +285,17 @@ def test_a_rungs_command_is_one_that_composes(promotion, tmp_path):
         config = compose_config(words, config_dir=str(tmp_path / "conf"))
         assert ParallelPlan.from_config(config, rung.ranks, device="cpu").world_size == rung.ranks
         assert (config.train.train_iters, config.checkpoint.interval) == (8, 4)
+
+
+def test_the_recipe_prints_its_rungs_and_says_what_is_missing_in_one_line(tmp_path):
+    promote = [sys.executable, str(ROOT / "recipes" / "promote.py")]
+    code, output = finish([*promote, "profile=tp2_pp2", "model=llama_tiny", "promote.dry_run=true"], tmp_path)
+    assert code == 0 and output.startswith("14 rungs:") and output.count("launch/local.sh -n") == 14
+    (tmp_path / "output.txt").unlink()
+    large = ["profile=tp8_pp8", "model=gpt3_175b", "train.global_batch_size=64", "zero=stage1", "precision=bf16"]
+    code, output = finish([*promote, *large], tmp_path)
+    assert (code, output.count("\n")) == (2, 1) and "profile tp8_pp8 needs 64 ranks but this machine" in output
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
