@@ -22,7 +22,7 @@ from typing import Any
 from conf.schema import Config
 from engine.checkpoint_folder import checkpoint_path
 from parallel.promotion import Failure, loss_bounds, memory_failures, parity_failures, time_failures
-from parallel.rungs import COMPOSED, Rung
+from parallel.rungs import Rung
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL = ROOT / "launch" / "local.sh"
@@ -138,7 +138,7 @@ class Ladder:
         """Results up to the first rung that fails. kept: those of an earlier climb that need not run again."""
         results: list[Result] = []
         for rung in rungs:
-            baseline = results[0].losses if results else None
+            baseline = next((one.losses for one in results if one.rung == rung.baseline), None)
             before = next((Path(one.folder) for one in results if one.rung == rung.resumes), None)
             result = kept.get(rung.name) or self._run(rung, baseline, before)
             results.append(result)
@@ -163,7 +163,7 @@ class Ladder:
         return replace(result, failures=self.judged(rung, seen, code, baseline or seen.losses))
 
     def judged(self, rung: Rung, seen: Observed, code: int, baseline: Mapping[int, float]) -> list[Failure]:
-        """What is wrong with a rung that ended; `baseline`: the losses of the one-device rung."""
+        """What is wrong with a rung that ended; `baseline`: the losses that it must draw."""
         if code != 0 or seen.prediction is None:
             return [self._broken(rung, seen, code)]
         relative, absolute = loss_bounds(self.config.precision.dtype.value, num_layers=self.config.model.num_layers)
@@ -176,7 +176,7 @@ class Ladder:
             return [replace(failure, kind="restart") for failure in failures]
         limit = self.config.promote.memory_limit or seen.prediction["memory_limit"]
         failures += memory_failures(rung.name, peak_bytes=seen.prediction["peak_bytes"], limit=limit)
-        if rung.name == COMPOSED:
+        if rung.timed:
             step = seen.pair("step_s")
             failures += time_failures(
                 rung.name, measured_s=step["measured"], predicted_s=step["predicted"],
