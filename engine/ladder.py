@@ -55,7 +55,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one rung, as the profile's record keeps it."""
+    """Of one rung, as the profile's record keeps it; folder: from the folder of the call."""
 
     rung: str
     ranks: int
@@ -139,7 +139,7 @@ class Ladder:
         results: list[Result] = []
         for rung in rungs:
             baseline = next((one.losses for one in results if one.rung == rung.baseline), None)
-            before = next((Path(one.folder) for one in results if one.rung == rung.resumes), None)
+            before = next((Path(one.folder).absolute() for one in results if one.rung == rung.resumes), None)
             result = kept.get(rung.name) or self._run(rung, baseline, before)
             results.append(result)
             say(result.line())
@@ -155,7 +155,7 @@ class Ladder:
         seen = read_run(folder)
         prediction = seen.prediction or {}
         result = Result(
-            rung=rung.name, ranks=rung.ranks, command=shlex.join(command), folder=str(folder),
+            rung=rung.name, ranks=rung.ranks, command=_portable(shlex.join(command)), folder=_portable(str(folder)),
             wall_s=time.monotonic() - start, losses=seen.losses, step_s=seen.pair("step_s"),
             peak_bytes=prediction.get("peak_bytes", ()), memory_limit=prediction.get("memory_limit"),
             communication_s=seen.communication_s, mfu=seen.pair("mfu"), mfu_of_measured_rate=seen.utilisation,
@@ -198,7 +198,14 @@ class Ladder:
             kind, what = "parity", error
         else:
             kind, what = "crash" if rung.resumes is None else "restart", error or f"exit code {code}: {_said(output)}"
-        return Failure(rung.name, kind, f"{what} (its output: {output})")
+        return Failure(rung.name, kind, _portable(f"{what} (its output: {output})"))
+
+
+def _portable(text: str) -> str:
+    """Paths from the folder of the call, or of the code: a record is read on other machines too."""
+    for start in (Path.cwd(), ROOT):
+        text = text.replace(f"{start}/", "")
+    return text
 
 
 def _said(output: Path) -> str:

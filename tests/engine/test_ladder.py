@@ -70,6 +70,8 @@ def promotion(tmp_path, monkeypatch) -> Any:
     (profiles / "parallel").mkdir(parents=True)
     (profiles / "parallel" / "mine.yaml").write_text("# four ranks\nname: mine\ntp: 2\npp: 2\n")
 
+    monkeypatch.chdir(tmp_path)
+
     def opened(runs: Any, *words: str) -> Promotion:
         monkeypatch.setattr(module, "launched", runs)
         given = ["parallel=mine", "model=llama_tiny", f"run.dir={tmp_path / 'runs'}", *words]
@@ -118,6 +120,8 @@ def test_a_whole_climb_promotes_and_keeps_every_rung_beside_its_baseline(promoti
     assert observation["promoted"] and observation["failures"] == []
     assert [row["rung"] for row in observation["rungs"]][:5] == NAMES and len(observation["rungs"]) == 14
     assert [row["ranks"] for row in observation["rungs"]][:5] == [1, 2, 2, 2, 4]
+    rows = json.dumps(observation["rungs"])
+    assert str(tmp_path) not in rows and str(ROOT) not in rows, "a record is read on other machines too"
     assert observation["baseline"] == "one device" and observation["step_s"] == 1.1
     record = read_record("mine", tmp_path / "conf" / "parallel")
     assert record["observations"] == [json.loads(json.dumps(observation))]
