@@ -191,7 +191,7 @@ def parse_flags(argv: Sequence[str]) -> Namespace:
         raise ConfigError([f"{message}; see --help"])
 
     parser.error = error  # type: ignore[method-assign]
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # flags may stand between overrides
 
 
 def _hydra(task: Callable[[DictConfig], None]) -> int:

@@ -35,11 +35,11 @@ OUTSIDE = {  # those of nanotron are not explained: its figure does not say what
     "r0135": "65 GB at micro-batch 2 where its own source has 56 GB at 4 (r0136): one of the two is a misprint",
     "r0180": "38 GB where its own source has 44 GB for the same plan (r0179)",
     "r0215": "44 GB, predicted 50: 106 layers on 12 stages, split not stated; its bf16 twins (r0217, r0218) fit",
-    "r0352": "nanotron, tp 8: 63 GB, predicted 50",
-    "r0353": "nanotron: 64 GB with ZeRO 1 over 4 ranks, as much as without (r0361); predicted 48",
-    "r0357": "nanotron, 32 stages: 61 GB, predicted 53",
-    "r0358": "nanotron: 16.3 GB, predicted 18.4, of which 2.7 are context and communicators",
-    "r0364": "nanotron: 61 GB, predicted 71, of which 9 are the copy in which gradients travel",
+    "r0352": "nanotron, tp 8: 63 GB, predicted 51",
+    "r0353": "nanotron: 64 GB with ZeRO 1 over 4 ranks, as much as without (r0361); predicted 49",
+    "r0357": "nanotron, 32 stages: 61 GB, predicted 55",
+    "r0358": "nanotron: 16.3 GB, predicted 18.5, of which 2.7 are context and communicators",
+    "r0364": "nanotron: 61 GB, predicted 72, of which 9 are the copy in which gradients travel",
 }
 
 
