@@ -84,6 +84,9 @@ def _run(task: Callable[[Config, int], int]) -> NoReturn:
         code = refuse(error.problems)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has what it wanted (| head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     marker = os.environ.get("LAUNCH_MARKER")
     if marker is not None and code == 0 and os.environ.get("RANK", "0") == "0":
         Path(marker).touch()  # launch/local.sh judges by it

@@ -64,6 +64,14 @@ def predict(
     return [stages.ledger(pp_rank, overhead, fragmentation) for pp_rank in range(plan.pipeline_model_parallel_size)]
 
 
+def predict_worst(config: Config, plan: ParallelPlan, *, device: str) -> Ledger:
+    """`worst(predict(...))`, asking only the first rank of those that hold alike: it has the most in flight."""
+    kept = micro_batch(config, padded_vocab_size=plan.padded_vocab_size, device=device)
+    stages, overhead = _Stages(config, plan, kept, plan.schedule, 1), framework_bytes(plan, device=device)
+    first = {halves: rank for rank, halves in reversed(list(enumerate(stages.halves)))}
+    return worst([stages.ledger(rank, overhead, 0.0) for rank in first.values()])
+
+
 def framework_bytes(plan: ParallelPlan, *, device: str) -> int:
     """On a GPU: a context, and a communicator for each axis with more than one rank. On a CPU 0: its memory is shared
     with the process, and what is compared there is tensors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from conf.schema import Config
 from parallel import rules, stage_split
@@ -100,7 +101,7 @@ class ParallelPlan:
         )
         return f"{degrees}_zero{self.zero_stage}"
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         return Topology(
             pp=self.pipeline_model_parallel_size, dp=self.data_parallel_size, tp=self.tensor_model_parallel_size,

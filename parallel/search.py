@@ -1,5 +1,8 @@
 """All legal plans for a world and a global batch, filtered by memory, ranked by predicted step time.
 
+Plans whose tensor axis leaves a node are ranked only where no other fits: their price stands on what the model knows
+least, small messages between nodes on every layer.
+
 Two passes. The first builds every plan with stages cut by cost, asks the memory ledger whether it fits and the closed
 forms of `parallel.step_time` how long a step takes. The second predicts the best of them whole, event by event, with
 the cut that `ParallelPlan.from_config` makes. Not here: what a prediction is (`parallel.prediction`).
@@ -35,6 +38,12 @@ class Candidate:
     memory_bytes: int = 0  # of the worst stage
     step_s: float = 0.0  # of what fits
 
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether some tensor group has ranks on more than one node."""
+        per_node = self.config.cluster.devices_per_node
+        return per_node is not None and self.plan.topology.spread("tensor", per_node).nodes > 1
+
 
 @dataclass
 class Search:
@@ -44,10 +53,15 @@ class Search:
     fitting: list[Candidate] = field(default_factory=list)
     too_large: list[Candidate] = field(default_factory=list)
 
+    @property
+    def ranked(self) -> list[Candidate]:
+        """Those that keep the tensor axis inside a node; the others only where there are none."""
+        return [candidate for candidate in self.fitting if not candidate.crosses_nodes] or self.fitting
+
     def pareto(self) -> list[Candidate]:
-        """Fitting plans than which none is both faster and smaller, the fastest first."""
+        """Ranked plans than which none is both faster and smaller, the fastest first."""
         found: list[Candidate] = []
-        for candidate in self.fitting:
+        for candidate in self.ranked:
             if not found or candidate.memory_bytes < found[-1].memory_bytes * (1 - SAME_TIME):
                 found.append(candidate)
         return found
@@ -64,8 +78,7 @@ def search(config: Config, world_size: int, *, device: str, limit_bytes: float |
     )
     found = Search()
     for candidate in _candidates(config, world_size, device=device):
-        ledgers = memory.predict(candidate.config, candidate.plan, device=device)
-        held = memory.worst(ledgers).total
+        held = memory.predict_worst(candidate.config, candidate.plan, device=device).total
         found.considered += 1
         if limit_bytes is not None and held > limit_bytes:
             found.too_large.append(replace(candidate, memory_bytes=held))
@@ -82,7 +95,7 @@ def best(
 ) -> list[tuple[Candidate, Prediction]]:
     """The `count` fastest plans that fit, predicted whole; of plans as fast as another the smaller one first."""
     whole = []
-    for candidate in found.fitting[: 2 * count]:
+    for candidate in found.ranked[: 2 * count]:
         plan = ParallelPlan.from_config(candidate.config, world_size, device=device)
         prediction = predict_run(candidate.config, plan, device=device)
         held = memory.worst(prediction.ledgers).total

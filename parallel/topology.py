@@ -91,8 +91,15 @@ class Topology:
     @cache  # noqa: B019 - frozen and few
     def spread(self, axis: str, devices_per_node: int) -> Spread:
         """How the worst-placed group of an axis lies on nodes: over the most nodes, with the fewest ranks on one."""
+        size, stride = self.size(axis), self.stride(axis)
+        # Where a line lies in its first node decides how it goes on.
+        starts = {
+            (high + low) % devices_per_node
+            for high in range(0, self.world_size, size * stride)
+            for low in range(stride)
+        }
         spreads = []
-        for line in self.lines(axis):
-            on_node = Counter(rank // devices_per_node for rank in line)
+        for start in starts:
+            on_node = Counter((start + place * stride) // devices_per_node for place in range(size))
             spreads.append(Spread(nodes=len(on_node), ranks_per_node=min(on_node.values())))
         return max(spreads, key=lambda spread: (spread.nodes, -spread.ranks_per_node))

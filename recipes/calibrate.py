@@ -39,7 +39,7 @@ from telemetry.tables import table
 WIDTHS = {
     "matrix_flops": 0.25, "operand_bandwidth": 0.7, "attention_flops": 0.5, "memory_bandwidth": 0.3, "kernel_s": 0.7,
     "micro_batch_s": 1.0, "step_s": 1.0, "intra_bandwidth": 0.8, "intra_latency_s": 0.5, "inter_bandwidth": 1.2,
-    "inter_latency_s": 0.5, "unaligned_slowdown": 1.0,
+    "inter_latency_s": 0.5, "unaligned_slowdown": 1.0, "overlap": 1.0,
 }  # fmt: skip
 NOISE = 0.02  # of a reported time
 
@@ -109,21 +109,26 @@ def write(calibrations: dict[str, Calibration], runs: Sequence[PublishedRun]) ->
 
 def report(runs: Sequence[PublishedRun], calibrations: dict[str, Calibration], *, every_row: bool) -> None:
     fitted = {row for calibration in calibrations.values() for row in calibration.fitted_on}
-    lines, unseen_all, unseen_nodes = [], [], []
+    known = [(run.config, run.plan, run.step_s) for run in runs if run.id in fitted]  # some are printed in two tables
+    fitted |= {run.id for run in runs if (run.config, run.plan, run.step_s) in known}
+    lines, unseen = [], []
     for stack, of_stack in by_stack(list(runs)):
         calibration = calibrations[stack.name]
         seen = [run for run in of_stack if run.id in fitted]
-        unseen = [run for run in of_stack if run.id not in fitted]
-        found = errors(unseen, calibration)
-        unseen_all += found
-        unseen_nodes += errors([run for run in unseen if run.nodes > 1], calibration)
+        new = [run for run in of_stack if run.id not in fitted]
+        found = errors(new, calibration)
+        unseen += list(zip(new, found, strict=True))
         lines.append((stack.name, *summary(errors(seen, calibration))[:3], *summary(found)))
         if every_row:
             print_rows(of_stack, calibration, fitted)
-    lines.append(("all", "", "", "", *summary(unseen_all)))
-    lines.append(("all on several nodes", "", "", "", *summary(unseen_nodes)))
+    lines.append(("all", "", "", "", *summary([error for _, error in unseen])))
+    several = [error for run, error in unseen if run.nodes > 1]
+    lines.append(("all on several nodes", "", "", "", *summary(several)))
     header = ("stack", "fitted rows", "mean", "median", "unseen rows", "mean", "median", "90th percentile", "largest")
-    print(table(header, lines))
+    print(table(header, lines) + "\n")
+    sources = dict.fromkeys(run.source for run, _ in unseen)
+    by_source = [(name, *summary([error for run, error in unseen if run.source == name])) for name in sources]
+    print(table(("source", *header[4:]), by_source) + "\n")
 
 
 def print_rows(runs: Sequence[PublishedRun], calibration: Calibration, fitted: set[str]) -> None:

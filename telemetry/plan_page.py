@@ -91,6 +91,10 @@ def found(search: Search) -> str:
     if not search.fitting and search.too_large:
         least = search.too_large[0]
         line += f"; the smallest is {degrees(least.plan)}, recompute {least.plan.recompute}, {size(least.memory_bytes)}"
+    crossing = next((candidate for candidate in search.fitting if candidate.crosses_nodes), None)
+    if crossing is not None and search.ranked is not search.fitting:
+        line += "\nset aside: plans whose tensor axis leaves a node; "
+        line += f"the fastest, {degrees(crossing.plan)}, takes {crossing.step_s:.3f} s"
     return line
 
 

@@ -34,6 +34,7 @@ class Calibration:
     inter_bandwidth: float
     inter_latency_s: float
     unaligned_slowdown: float
+    overlap: float
     fitted_on: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, object]:
@@ -43,9 +44,9 @@ class Calibration:
 
 # Where a fit starts: about 0.8 of 16-bit peak, HBM and links' data sheets; kernels and latencies as commonly measured.
 _DATA_SHEETS = {
-    "V100": Calibration(95e12, 2e12, 60e12, 0.75e12, 6e-6, 2e-3, 0.02, 120e9, 8e-6, 10e9, 15e-6, 10.0),
-    "A100": Calibration(250e12, 6e12, 120e12, 1.3e12, 6e-6, 2e-3, 0.02, 200e9, 8e-6, 20e9, 15e-6, 10.0),
-    "H100": Calibration(650e12, 12e12, 350e12, 2.4e12, 5e-6, 2e-3, 0.02, 350e9, 8e-6, 40e9, 15e-6, 10.0),
+    "V100": Calibration(95e12, 2e12, 60e12, 0.75e12, 6e-6, 2e-3, 0.02, 120e9, 8e-6, 10e9, 15e-6, 10.0, 0.9),
+    "A100": Calibration(250e12, 6e12, 120e12, 1.3e12, 6e-6, 2e-3, 0.02, 200e9, 8e-6, 20e9, 15e-6, 10.0, 0.9),
+    "H100": Calibration(650e12, 12e12, 350e12, 2.4e12, 5e-6, 2e-3, 0.02, 350e9, 8e-6, 40e9, 15e-6, 10.0, 0.9),
 }
 
 
@@ -58,8 +59,8 @@ _LIMITS = {
 
 
 def limits(stack: Stack) -> dict[str, float]:
-    """The largest value of a number that a data sheet bounds."""
-    return next(limit for gpu, limit in _LIMITS.items() if stack.gpu.upper().startswith(gpu))
+    """The largest value of each number that has one."""
+    return {"overlap": 1.0} | next(limit for gpu, limit in _LIMITS.items() if stack.gpu.upper().startswith(gpu))
 
 
 def data_sheet(stack: Stack) -> Calibration:
@@ -78,7 +79,7 @@ def predicted_step_s(run: PublishedRun, calibration: Calibration) -> float:
     c = calibration
     rates = Rates(
         c.matrix_flops, c.operand_bandwidth, c.attention_flops, c.memory_bandwidth, c.kernel_s, c.micro_batch_s,
-        c.step_s, overlap=1.0,
+        c.step_s, overlap=c.overlap,
     )  # fmt: skip
     intra, inter = (
         Link("NVLink", c.intra_bandwidth, c.intra_latency_s),
