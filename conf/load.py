@@ -60,7 +60,7 @@ RANGES: dict[Range, str] = {
         cluster.rates.memory_bandwidth
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
-        plan.top promote.ranks promote.tolerance promote.memory_limit promote.timeout_s
+        plan.top promote.ranks promote.layers promote.tolerance promote.memory_limit promote.timeout_s
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
     """,
     AT_LEAST_0: """

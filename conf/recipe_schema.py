@@ -27,6 +27,7 @@ class PromoteConfig:
 
     ranks: Optional[int] = None  # of the whole plan; null: the cluster's devices, else tp x pp
     steps: int = 8  # optimizer steps of each rung; a checkpoint is saved half-way, and gone on from
+    layers: Optional[int] = None  # blocks of the model on all rungs but a last one, where one device holds no more
     tolerance: float = 0.2  # share of the predicted step time by which the measured one may miss it
     memory_limit: Optional[float] = None  # bytes of one device; null: cluster.memory_per_device, else what it has
     baseline: Optional[str] = None  # folder of a one-device run that promote.run is compared with

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from parallel.groups import AxisGroup
 
 END = "EndOfPasses"  # the wait before the optimizer step
-WAITS = ("Send", "Recv", "ReduceTied", END)
+WAITS = ("Send", "Recv", "Commit", "ReduceTied", END)  # Commit: DualPipeV's batches of sends and receives
 
 
 class InstructionClock:
@@ -57,7 +57,9 @@ class InstructionClock:
     @property
     def transfer_s(self) -> float:
         """Of all receives, each taken to last as long as the fastest of its kind: slower ones waited for the sender."""
-        return sum(len(times) * min(times) for name, times in self.seconds.items() if name.startswith("Recv"))
+        return sum(
+            len(times) * min(times) for name, times in self.seconds.items() if name.startswith(("Recv", "Commit"))
+        )
 
     def run(self, name: str, instruction: Callable[[], None]) -> None:
         if not self._on:

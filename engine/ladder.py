@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import time
@@ -21,7 +22,7 @@ from typing import Any
 from conf.schema import Config
 from engine.checkpoint_folder import checkpoint_path
 from parallel.promotion import Failure, loss_bounds, memory_failures, parity_failures, time_failures
-from parallel.rungs import COMPOSED, Rung
+from parallel.rungs import Rung
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL = ROOT / "launch" / "local.sh"
@@ -54,7 +55,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one rung, as the profile's record keeps it."""
+    """Of one rung, as the profile's record keeps it; folder: from the folder of the call."""
 
     rung: str
     ranks: int
@@ -137,8 +138,8 @@ class Ladder:
         """Results up to the first rung that fails. kept: those of an earlier climb that need not run again."""
         results: list[Result] = []
         for rung in rungs:
-            baseline = results[0].losses if results else None
-            before = next((Path(one.folder) for one in results if one.rung == rung.resumes), None)
+            baseline = next((one.losses for one in results if one.rung == rung.baseline), None)
+            before = next((Path(one.folder).absolute() for one in results if one.rung == rung.resumes), None)
             result = kept.get(rung.name) or self._run(rung, baseline, before)
             results.append(result)
             say(result.line())
@@ -154,7 +155,7 @@ class Ladder:
         seen = read_run(folder)
         prediction = seen.prediction or {}
         result = Result(
-            rung=rung.name, ranks=rung.ranks, command=shlex.join(command), folder=str(folder),
+            rung=rung.name, ranks=rung.ranks, command=_portable(shlex.join(command)), folder=_portable(str(folder)),
             wall_s=time.monotonic() - start, losses=seen.losses, step_s=seen.pair("step_s"),
             peak_bytes=prediction.get("peak_bytes", ()), memory_limit=prediction.get("memory_limit"),
             communication_s=seen.communication_s, mfu=seen.pair("mfu"), mfu_of_measured_rate=seen.utilisation,
@@ -162,7 +163,7 @@ class Ladder:
         return replace(result, failures=self.judged(rung, seen, code, baseline or seen.losses))
 
     def judged(self, rung: Rung, seen: Observed, code: int, baseline: Mapping[int, float]) -> list[Failure]:
-        """What is wrong with a rung that ended; `baseline`: the losses of the one-device rung."""
+        """What is wrong with a rung that ended; `baseline`: the losses that it must draw."""
         if code != 0 or seen.prediction is None:
             return [self._broken(rung, seen, code)]
         relative, absolute = loss_bounds(self.config.precision.dtype.value, num_layers=self.config.model.num_layers)
@@ -175,7 +176,7 @@ class Ladder:
             return [replace(failure, kind="restart") for failure in failures]
         limit = self.config.promote.memory_limit or seen.prediction["memory_limit"]
         failures += memory_failures(rung.name, peak_bytes=seen.prediction["peak_bytes"], limit=limit)
-        if rung.name == COMPOSED:
+        if rung.timed:
             step = seen.pair("step_s")
             failures += time_failures(
                 rung.name, measured_s=step["measured"], predicted_s=step["predicted"],
@@ -196,8 +197,22 @@ class Ladder:
         elif "NonFiniteError" in error or any(not math.isfinite(loss) for loss in seen.losses.values()):
             kind, what = "parity", error
         else:
-            kind, what = "crash" if rung.resumes is None else "restart", error or f"exit code {code}"
-        return Failure(rung.name, kind, f"{what} (its output: {output})")
+            kind, what = "crash" if rung.resumes is None else "restart", error or f"exit code {code}: {_said(output)}"
+        return Failure(rung.name, kind, _portable(f"{what} (its output: {output})"))
+
+
+def _portable(text: str) -> str:
+    """Paths from the folder of the call, or of the code: a record is read on other machines too."""
+    for start in (Path.cwd(), ROOT):
+        text = text.replace(f"{start}/", "")
+    return text
+
+
+def _said(output: Path) -> str:
+    """The last line of a run that names an error, of one that left no failed.json."""
+    lines = output.read_text(errors="replace").splitlines() if output.exists() else []
+    named = [line.strip() for line in lines if re.match(r"(error:|\w*(Error|Exception)\b)", line.strip())]
+    return named[-1][:300] if named else "it named no error"
 
 
 def launched(command: Sequence[str], output: Path, *, timeout_s: float) -> int:

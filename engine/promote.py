@@ -31,7 +31,7 @@ from parallel.promotion import (
     time_failures,
 )
 from parallel.record import conditions, plain, software
-from parallel.rungs import BASELINE, COMPOSED, Rung, composed, rungs
+from parallel.rungs import BASELINE, Rung, composed, rungs
 from telemetry.run_folder import git_commit, new_run_id, utc_now
 
 RANKS_PER_CORE = 4  # on a CPU; more would mostly wait for each other
@@ -90,10 +90,12 @@ class Promotion:
         print(f"profile {name}: {len(self.rungs)} rungs, {self.config.promote.steps} steps each", flush=True)
         results = self.ladder.climb(self.rungs, kept=kept, say=lambda line: print(line, flush=True))
         failures = [failure for result in results for failure in result.failures]
-        whole = next((one for one in results if one.rung == COMPOSED), None)
+        timed = next(rung.name for rung in self.rungs if rung.timed)
+        whole = next((one for one in results if one.rung == timed), None)
         prediction = (read_run(Path(results[0].folder)).prediction or {}) if results else {}
         return self._kept({
-            "kind": "ladder", "baseline": BASELINE, "device": prediction.get("device"), "software": software(),
+            "kind": "ladder", "baseline": BASELINE, "layers": self.config.promote.layers,
+            "device": prediction.get("device"), "software": software(),
             "conditions": conditions(self.config, world_size=self.plan.world_size),
             "step_s": whole.step_s.get("measured") if whole else None,
             "predicted_step_s": whole.step_s.get("predicted") if whole else None,
@@ -158,12 +160,14 @@ class Promotion:
 
 def _require_devices(ranks: int, name: str) -> None:
     if device_kind() == "cuda":
-        found, unit = device_count(), "GPUs"
+        found = device_count()
+        here = f"has {found} GPUs"
     else:
         cores = len(os.sched_getaffinity(0))
-        found, unit = RANKS_PER_CORE * cores, f"ranks at most, its {cores} cores being CPU cores"
+        found = RANKS_PER_CORE * cores
+        here = f"carries at most {found} on its {cores} CPU cores"
     if ranks > found:
         raise ValueError(
-            f"profile {name} needs {ranks} ranks but this machine has {found} {unit}; climb it where there are enough, "
-            "choose a smaller profile, or print the commands with promote.dry_run=true"
+            f"profile {name} needs {ranks} ranks but this machine {here}; climb it where there are enough, choose a "
+            "smaller profile, or print the commands with promote.dry_run=true"
         )

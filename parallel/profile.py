@@ -4,6 +4,8 @@ The YAML holds what splits a model (degrees, axis order, schedule, split, recomp
 predicted of it, by which planner, and what was observed since. A profile is known by name, version and the hash of what
 its YAML determines. The format is here, and reading and writing it; what an observation must show is
 `parallel.promotion`, what is measured comes from `engine`.
+
+    python -m parallel.profile COMMIT        predicts every record of conf/parallel again; COMMIT: of this code
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -127,11 +130,22 @@ def write_profile(
     record = new_record(pinned, plan, whole, device=device, git_commit=git_commit)
     if before:
         record["replaces"] = {"profile": before["profile"], "observations": before["observations"]}
-    comment = about or f"{config.model.name} on {plan.world_size} devices of {config.cluster.name}."
+    about = about or f"{config.model.name} on {plan.world_size} devices of {config.cluster.name}"
+    comment = f"{about}, with {_beside(config)}.\n# Standing: see records/{name}.json."
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile_yaml(parallel, comment=f"{comment} Standing: see records/{name}.json."))
+    path.write_text(profile_yaml(parallel, comment=comment))
     write_record(name, folder, record)
     return path
+
+
+def _beside(config: Config) -> str:
+    """The knobs that the prediction hangs on and a profile does not hold."""
+    train, data = config.train, config.data
+    return (
+        f"zero=stage{config.zero.stage} precision={config.precision.dtype.value} data.sequence_length="
+        f"{data.sequence_length}\n# train.micro_batch_size={train.micro_batch_size} "
+        f"train.global_batch_size={train.global_batch_size}"
+    )
 
 
 def blocks_per_stage(config: Config, plan: ParallelPlan) -> list[int]:
@@ -179,3 +193,16 @@ def write_record(name: str, folder: Path, record: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(record, indent=2) + "\n")
     os.replace(temporary, path)
+
+
+def main(folder: Path, git_commit: str | None) -> None:
+    """Every record as this planner predicts it."""
+    for path in sorted((folder / "records").glob("*.json")):
+        record = read_record(path.stem, folder)
+        assert record is not None
+        write_record(path.stem, folder, renewed(record, git_commit=git_commit))
+        print(path)
+
+
+if __name__ == "__main__":
+    main(Path(__file__).resolve().parents[1] / "conf" / "parallel", sys.argv[1] if len(sys.argv) > 1 else None)

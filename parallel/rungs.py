@@ -17,16 +17,20 @@ from parallel.record import plain
 
 BASELINE = "one device"
 COMPOSED = "composed"
+WHOLE = "whole model"
 
 
 @dataclass(frozen=True)
 class Rung:
-    """overrides: behind the profile's own; resumes: the rung from whose checkpoint it goes on."""
+    """overrides: behind the profile's own; resumes: the rung from whose checkpoint it goes on; baseline: the rung whose
+    losses it must draw (its own: finite ones); timed: whether its step time counts."""
 
     name: str
     ranks: int
     overrides: tuple[str, ...]
     resumes: str | None = None
+    baseline: str = BASELINE
+    timed: bool = False
 
 
 def rungs(config: Config, *, ranks: int, device: str | None) -> list[Rung]:
@@ -35,21 +39,37 @@ def rungs(config: Config, *, ranks: int, device: str | None) -> list[Rung]:
     Data parallelism is climbed on two ranks where the whole plan leaves the data axis one: a profile does not set its
     size.
     """
-    scales = [_rung(config, name, count, parallel, zero) for name, count, parallel, zero in _scales(config, ranks)]
+    small = _shallow(config)
     problems = [
         f"rung {name}: {line}"
-        for name, count, parallel, zero in _scales(config, ranks)
-        for line in _problems(config, count, parallel, zero, device)
+        for name, count, parallel, zero in _scales(small, ranks)
+        for line in rules.problems(_changed(small, count, parallel, zero), world_size=count, device=device)
     ]
     if problems:
         raise ValueError("\n".join(problems))
-    whole = scales[-1]
+    scales = [
+        _rung(config, name, count, _changed(small, count, parallel, zero))
+        for name, count, parallel, zero in _scales(small, ranks)
+    ]
+    last = scales[-1]
     restarts = []
     for rung in scales:
         restarts.append(replace(rung, name=f"{rung.name}, restarted", resumes=rung.name))
-        if rung is not whole:
-            restarts.append(replace(whole, name=f"{rung.name}, restarted composed", resumes=rung.name))
-    return [*scales, *restarts]
+        if rung is not last:
+            restarts.append(replace(last, name=f"{rung.name}, restarted composed", resumes=rung.name))
+    if small is config:
+        return [*scales[:-1], replace(last, timed=True), *restarts]
+    whole = replace(_rung(config, WHOLE, ranks, composed(config, ranks)), baseline=WHOLE, timed=True)
+    return [*scales, whole, *restarts, replace(whole, name=f"{WHOLE}, restarted", resumes=WHOLE, timed=False)]
+
+
+def _shallow(config: Config) -> Config:
+    """With promote.layers blocks, cut anew; the config itself where that says nothing."""
+    layers = config.promote.layers
+    if layers is None or layers == config.model.num_layers:
+        return config
+    model, parallel = replace(config.model, num_layers=layers), replace(config.parallel, stages=None)
+    return replace(config, model=model, parallel=parallel)
 
 
 Scale = tuple[str, int, ParallelConfig, int]  # name, ranks, split, ZeRO stage
@@ -93,15 +113,10 @@ def _changed(config: Config, ranks: int, parallel: ParallelConfig, zero: int) ->
     return replace(config, parallel=parallel, zero=chosen, cluster=cluster)
 
 
-def _problems(config: Config, ranks: int, parallel: ParallelConfig, zero: int, device: str | None) -> list[str]:
-    return rules.problems(_changed(config, ranks, parallel, zero), world_size=ranks, device=device)
-
-
-def _rung(config: Config, name: str, ranks: int, parallel: ParallelConfig, zero: int) -> Rung:
-    changed = _changed(config, ranks, parallel, zero)
+def _rung(config: Config, name: str, ranks: int, changed: Config) -> Rung:
     lines = [
         f"{group}.{key}={_typed(value)}"
-        for group in ("parallel", "zero", "cluster")
+        for group in ("model", "parallel", "zero", "cluster")
         for key, value in _differences(getattr(config, group), getattr(changed, group))
     ]
     return Rung(name, ranks, tuple(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,8 @@ from conf.load import range_problems
 from conf.schema import Config
 from parallel.memory import predict
 from parallel.plan import ParallelPlan
+from parallel.profile import read_record
+from parallel.record import config_of
 from parallel.sizes import parameter_count
 
 compose_once = functools.cache(lambda *arguments: compose_config(arguments))
@@ -65,11 +68,11 @@ def world_of(config: Config) -> int:
 
 
 @pytest.mark.parametrize("name", options()["parallel"])
-def test_every_profile_plans_a_model_that_is_large_enough(name):
-    large = dict(tp8_pp35="turing_nlg_530b").get(name, "megatron_1t")
-    config = compose_once(f"parallel={name}", f"model={large}")
-    plan = ParallelPlan.from_config(config, world_of(config), device="cuda")
-    assert config.parallel.name == name and plan.data_parallel_size == 1
+def test_every_profile_plans_what_its_record_was_made_of(name):
+    parallel, record = compose_once(f"parallel={name}").parallel, read_record(name, CONF / "parallel")
+    config, ranks = replace(config_of(record), parallel=parallel), record["conditions"]["cluster"]["ranks"]
+    plan = ParallelPlan.from_config(config, ranks, device=record["predicted"]["device"])
+    assert parallel.name == name and plan.data_parallel_size == ranks // (parallel.tp * parallel.pp)
 
 
 @pytest.mark.parametrize(("group", "name"), OTHERS)

@@ -70,6 +70,8 @@ def promotion(tmp_path, monkeypatch) -> Any:
     (profiles / "parallel").mkdir(parents=True)
     (profiles / "parallel" / "mine.yaml").write_text("# four ranks\nname: mine\ntp: 2\npp: 2\n")
 
+    monkeypatch.chdir(tmp_path)
+
     def opened(runs: Any, *words: str) -> Promotion:
         monkeypatch.setattr(module, "launched", runs)
         given = ["parallel=mine", "model=llama_tiny", f"run.dir={tmp_path / 'runs'}", *words]
@@ -86,6 +88,16 @@ def failed(error: str, code: int = EXIT_FAILED) -> Any:
     def run(folder: Path, losses: dict[int, float]) -> int:
         folder.mkdir(parents=True)
         (folder / "failed.json").write_text(json.dumps({"error": error}))
+        return code
+
+    return run
+
+
+def says(line: str, code: int) -> Any:
+    """A run that ended before it had a folder."""
+
+    def run(folder: Path, losses: dict[int, float]) -> int:
+        folder.with_suffix(".txt").write_text(f"a banner\n{line}\nthe launcher's last words\n")
         return code
 
     return run
@@ -108,6 +120,8 @@ def test_a_whole_climb_promotes_and_keeps_every_rung_beside_its_baseline(promoti
     assert observation["promoted"] and observation["failures"] == []
     assert [row["rung"] for row in observation["rungs"]][:5] == NAMES and len(observation["rungs"]) == 14
     assert [row["ranks"] for row in observation["rungs"]][:5] == [1, 2, 2, 2, 4]
+    rows = json.dumps(observation["rungs"])
+    assert str(tmp_path) not in rows and str(ROOT) not in rows, "a record is read on other machines too"
     assert observation["baseline"] == "one device" and observation["step_s"] == 1.1
     record = read_record("mine", tmp_path / "conf" / "parallel")
     assert record["observations"] == [json.loads(json.dumps(observation))]
@@ -134,7 +148,7 @@ CLASSES = {
     "hang": (dict(pp_alone=failed("no progress for 60 s in step 3: rank 1")), "pp alone", "no progress for 60 s"),
     "timeout": (dict(pp_alone=failed("", TIMED_OUT)), "pp alone", "promote.timeout_s=900"),
     "crash": (dict(tp_alone=failed("RuntimeError('bad')")), "tp alone", "RuntimeError('bad') (its output: "),
-    "refused": (dict(tp_alone=failed("", 2)), "tp alone", "exit code 2"),
+    "refused": (dict(tp_alone=says("error: model.x is no knob", 2)), "tp alone", "exit code 2: error: model.x is no"),
     "restart": (
         {"pp_alone_restarted": draws(losses={7: 5.0})}, "pp alone, restarted", "the loss of step 7 is 5 and"
     ),
@@ -231,7 +245,7 @@ def test_a_profile_changed_on_the_command_line_is_not_climbed(promotion):
 
 def test_too_few_devices_are_one_line(promotion, monkeypatch):
     monkeypatch.setattr("engine.promote.RANKS_PER_CORE", 0)
-    with pytest.raises(ValueError, match="profile mine needs 4 ranks but this machine has 0"):
+    with pytest.raises(ValueError, match="profile mine needs 4 ranks but this machine carries at most 0"):
         promotion(Runs()).climbed()
 
 
@@ -275,6 +289,17 @@ def test_a_rungs_command_is_one_that_composes(promotion, tmp_path):
         config = compose_config(words, config_dir=str(tmp_path / "conf"))
         assert ParallelPlan.from_config(config, rung.ranks, device="cpu").world_size == rung.ranks
         assert (config.train.train_iters, config.checkpoint.interval) == (8, 4)
+
+
+def test_the_recipe_prints_its_rungs_and_says_what_is_missing_in_one_line(tmp_path):
+    promote = [sys.executable, str(ROOT / "recipes" / "promote.py")]
+    code, output = finish([*promote, "profile=tp2_pp2", "model=llama_tiny", "promote.dry_run=true"], tmp_path)
+    assert code == 0 and output.startswith("14 rungs:") and output.count("launch/local.sh -n") == 14
+    (tmp_path / "output.txt").unlink()
+    large = ["profile=tp8_pp8", "model=gpt3_175b", "train.global_batch_size=64", "zero=stage1", "precision=bf16"]
+    code, output = finish([*promote, *large], tmp_path)
+    assert (code, output.count("\n")) == (2, 1) and "profile tp8_pp8 needs 64 ranks but this machine" in output
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_every_shipped_profile_has_its_record_and_this_planner_predicts_the_same
     assert (record["profile"]["name"], record["profile"]["version"]) == (name, parallel.version)
     again = renewed(record, git_commit=None)
     for part in ("conditions", "predicted"):
-        assert again[part] == record[part], f"the planner changed: write the records again ({part})"
+        assert again[part] == record[part], f"the planner changed ({part}): python -m parallel.profile COMMIT"
 
 
 @pytest.mark.parametrize("name", options()["parallel"])

@@ -100,3 +100,17 @@ def test_a_rung_that_cannot_be_planned_is_named_with_its_rule():
         rungs(config, ranks=4, device="cpu")
     whole = replace(config, train=replace(config.train, global_batch_size=4))
     assert rungs(whole, ranks=4, device="cpu")
+
+
+def test_a_model_that_one_device_cannot_hold_is_climbed_shallow_and_then_whole():
+    config, found = climbed("promote.layers=2", "parallel.stages=[1,3]")
+    names = [rung.name for rung in found]
+    assert names[4:6] == ["composed", "whole model"] and names[-1] == "whole model, restarted" and len(names) == 16
+    assert [rung.name for rung in found if rung.timed] == ["whole model"]
+    for rung in found:
+        whole = rung.name.startswith("whole model")
+        chosen, _ = planned(rung, "promote.layers=2", "parallel.stages=[1,3]")
+        assert chosen.model.num_layers == (4 if whole else 2), rung.name
+        assert (chosen.parallel == config.parallel) is whole
+        assert rung.baseline == ("whole model" if whole else "one device")
+    assert [rung.name for rung in climbed()[1] if rung.timed] == ["composed"]
