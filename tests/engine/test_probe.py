@@ -101,7 +101,7 @@ def test_two_ranks_measure_fit_print_and_write_a_cluster_that_plans(tmp_path: Pa
     plan = ParallelPlan.from_config(config, 2, device="cpu")
     fabric = Fabric.from_config(config.cluster, world_size=2)
     assert fabric.inter_node is None and fabric.seconds("all_reduce", 1e6, topology=plan.topology, axis="tensor") > 0
-    rates = Rates.from_config(config.cluster)
+    rates = Rates.from_config(config.cluster, config.precision.dtype)
     assert min(rates.matrix_flops, rates.operand_bandwidth, rates.attention_flops, rates.memory_bandwidth) > 0
     assert 0 <= rates.overlap <= 1 and "both at once" in output
 
