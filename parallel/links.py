@@ -57,8 +57,13 @@ class Fabric:
         size = 2 if operation == "send_recv" else topology.size(axis)
         if size == 1:
             return 0.0
-        link = self.link(topology.spread(axis, self.devices_per_node))
+        link = self.route(operation, topology=topology, axis=axis)
         return collective_seconds(operation, number_of_bytes, group_size=size, link=link)
+
+    def route(self, operation: str, *, topology: Topology, axis: str) -> Link:
+        """The slowest link of an axis's worst-placed group; a send between two ranks has one port."""
+        spread = topology.spread(axis, self.devices_per_node)
+        return self.link(Spread(spread.nodes, 1) if operation == "send_recv" and spread.nodes > 1 else spread)
 
 
 def collective_seconds(operation: str, number_of_bytes: float, *, group_size: int, link: Link) -> float:

@@ -50,8 +50,8 @@ def prices(config: Config, plan: ParallelPlan, fabric: Fabric, *, compute_s: flo
             ([call for call in calls if call.axis == axis] for calls in stages),
             key=lambda calls: sum(call.total_bytes for call in calls),
         )
-        spread = plan.topology.spread(axis, fabric.devices_per_node)
-        links = [fabric.link(Spread(1, size)), fabric.link(spread), fabric.link(spread)]
+        placed_on = fabric.route(of_stage[0].operation, topology=plan.topology, axis=axis)
+        links = [fabric.link(Spread(1, size)), placed_on, placed_on]
         if fabric.inter_node is not None:
             links[1] = fabric.link(Spread(size, 1))
         inside, across, placed = (_waited_s(of_stage, link, config.cluster.rates.overlap * compute_s) for link in links)

@@ -152,7 +152,7 @@ def _priced(config: Config, plan: ParallelPlan, fabric: Fabric, pp_rank: int) ->
     return [
         Priced(
             call,
-            fabric.link(topology.spread(call.axis, fabric.devices_per_node)).name,
+            fabric.route(call.operation, topology=topology, axis=call.axis).name,
             call.calls * fabric.seconds(call.operation, call.bytes, topology=topology, axis=call.axis),
         )
         for call in ledger(config, plan, pp_rank)
