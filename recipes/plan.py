@@ -26,7 +26,8 @@ from parallel.links import Fabric
 from parallel.memory_advice import advice
 from parallel.plan import ParallelPlan
 from parallel.prediction import Prediction, predict_run
-from parallel.profile import write_profile
+from parallel.profile import read_record, write_profile
+from parallel.promotion import standing
 from parallel.search import best, search
 from telemetry import plan_page as page
 from telemetry.run_folder import git_commit
@@ -82,6 +83,9 @@ def named_plan(config: Config, world_size: int, device: str) -> tuple[Config, Pr
     plan = ParallelPlan.from_config(config, world_size, device=device)
     ledgers, limit = memory.predict(config, plan, device=device), config.cluster.memory_per_device
     print(f"\nthe named plan: {page.title(plan)}: {page.size(memory.worst(ledgers).total)} on the worst rank")
+    profile = config.parallel.name
+    stands = standing(read_record(profile, ROOT / "conf" / "parallel"), config, None, world_size=world_size)
+    print(f"  profile {profile} version {config.parallel.version}: {stands}")
     for line in (*plan.warnings, *placement.warnings(config, plan)):
         print(f"  warning: {line}")
     if limit is not None and memory.worst(ledgers).total > limit:
