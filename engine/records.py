@@ -143,7 +143,8 @@ class RunRecords:
             self.sinks.write_image("loss_curve", files["curve"])
         if self.wandb_on:
             files["wandb"] = self.folder / "wandb"
-        memory = memory_table(self._predicted(), measured)
+        # On a CPU the process holds libraries and allocator slack too: what its tensors hold stands in prediction.json.
+        memory = memory_table(self._predicted(), measured) if self.session.device.kind == "cuda" else None
         self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}
         print(closing(self.outcome, memory=memory, sample=sample, files=files), flush=True)
         write_json(self.folder / "complete.json", self.outcome.as_summary())

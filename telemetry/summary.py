@@ -80,15 +80,15 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
 
 
 def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:
-    """Predicted bytes of each rank, and by how much its process's peak grew from before the model was built."""
+    """Predicted bytes of each rank, and by how much its device's peak grew from before the model was built."""
     rows = [
         (rank, size(guess), size(real), f"{real / guess:.2f}")
         for rank, (guess, real) in enumerate(zip(predicted, measured, strict=True))
     ]
-    return table(("rank", "memory predicted", "growth measured", "ratio"), rows)
+    return table(("rank", "memory predicted", "peak measured", "ratio"), rows)
 
 
-def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[str, Path]) -> str:
+def closing(outcome: Outcome, *, memory: str | None, sample: str | None, files: dict[str, Path]) -> str:
     """The last page of a run."""
     if not outcome.steps:
         return "\n".join(["", "no step was left to train", "", "files:", *_listed(files)])
@@ -106,7 +106,9 @@ def closing(outcome: Outcome, *, memory: str, sample: str | None, files: dict[st
     if outcome.skipped:
         lines.append(f"skipped steps    {outcome.skipped}")
     total = sum(step.step_time_s for step in outcome.steps)
-    lines += [f"time             {duration(total)} in {len(outcome.steps)} steps", "", memory]
+    lines.append(f"time             {duration(total)} in {len(outcome.steps)} steps")
+    if memory is not None:
+        lines += ["", memory]
     if sample is not None:
         lines += ["", "a sample of the model's own text:", *(f"    {line}" for line in sample.splitlines())]
     return "\n".join([*lines, "", "files:", *_listed(files)])

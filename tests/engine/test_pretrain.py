@@ -80,7 +80,7 @@ def test_four_ranks_leave_one_folder_one_wandb_run_and_the_numbers_of_one_rank(l
     for part in (
         "validation loss",
         "tokens/s",
-        "memory predicted",
+        "predicted and measured",
         "a sample of the model's own text",
         "metrics.jsonl",
     ):
