@@ -52,13 +52,20 @@ class Fabric:
         inside = self.intra_node.bandwidth if spread.ranks_per_node > 1 else outside
         return Link(self.inter_node.name, min(outside, inside), self.inter_node.latency_s)
 
-    def seconds(self, operation: str, number_of_bytes: float, *, topology: Topology, axis: str) -> float:
-        """Of one call. Bytes: of the whole tensor (all_gather: what is gathered; reduce_scatter: what is reduced)."""
-        size = 2 if operation == "send_recv" else topology.size(axis)
+    def seconds(
+        self, operation: str, number_of_bytes: float, *, topology: Topology, axis: str, group_size: int | None = None
+    ) -> float:
+        """Of one call. Bytes: of the whole tensor (all_gather: what is gathered; reduce_scatter: what is reduced).
+
+        group_size: 2 for two ranks of a longer axis, which have a port each; None: the whole axis.
+        """
+        size = topology.size(axis)
         if size == 1:
             return 0.0
-        link = self.link(topology.spread(axis, self.devices_per_node))
-        return collective_seconds(operation, number_of_bytes, group_size=size, link=link)
+        spread = topology.spread(axis, self.devices_per_node)
+        if operation == "send_recv" or group_size == 2:
+            size, spread = 2, Spread(2, 1) if spread.nodes > 1 else Spread(1, 2)
+        return collective_seconds(operation, number_of_bytes, group_size=size, link=self.link(spread))
 
 
 def collective_seconds(operation: str, number_of_bytes: float, *, group_size: int, link: Link) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
-from parallel.communication import Collective, ledger
+from parallel.collective import Collective
+from parallel.communication import ledger
 from parallel.links import Fabric, Link, collective_seconds
 from parallel.plan import ParallelPlan
 from parallel.topology import AXES, Spread
