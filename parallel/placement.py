@@ -52,6 +52,8 @@ def prices(config: Config, plan: ParallelPlan, fabric: Fabric, *, compute_s: flo
             key=lambda calls: sum(call.total_bytes for call in calls),
         )
         spread = plan.topology.spread(axis, fabric.devices_per_node)
+        if axis == "pipe" and spread.nodes > 1:
+            spread = Spread(spread.nodes, 1)  # two ranks at a time, with a port each
         links = [fabric.link(Spread(1, size)), fabric.link(spread), fabric.link(spread)]
         if fabric.inter_node is not None:
             links[1] = fabric.link(Spread(size, 1))
