@@ -1,46 +1,24 @@
 """The communication ledger of a plan: every collective of one optimizer step, by axis, with bytes and calls.
 
 Tensor axis: arXiv:1909.08053 (two all-reduces a block and pass) and arXiv:2205.05198 (all-gathers and reduce-scatters
-under sequence parallelism); pipe: arXiv:2104.04473; data: arXiv:1910.02054 as DeepSpeed 0.19 does it. Counted for one
-rank of a pipeline stage; ranks of a stage do alike. Not here: seconds (`parallel.links`), and numbers of a few bytes
-(gradient norm, count of tokens).
+under sequence parallelism); pipe: arXiv:2104.04473; data: `parallel.data_axis`. Counted for one rank of a pipeline
+stage; ranks of a stage do alike. Not here: seconds (`parallel.links`), and numbers of a few bytes (gradient norm, count
+of tokens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 from conf.schema import Config
-from parallel.memory import stage_parameters
+from parallel import data_axis
+from parallel.collective import Collective, times
 from parallel.plan import ParallelPlan
 from parallel.sizes import sizes
 from parallel.software import HERE, Software
-from parallel.states import StateBytes, uses_bf16_optimizer
+from parallel.states import StateBytes
 
 FP32, INT64 = 4, 8
-
-
-@dataclass(frozen=True)
-class Collective:
-    """`bytes`: of the whole tensor in one call (all_gather: what is gathered; reduce_scatter: what is reduced).
-
-    `calls`: by one rank, in one step where a ledger lists it. `hides`: may run beside computation that does not need
-    it.
-    """
-
-    axis: str  # tensor, pipe or data
-    what: str
-    phase: str  # forward, backward or again (recomputation) of a micro-batch; step: once a step
-    operation: str  # all_reduce, all_gather, reduce_scatter or send_recv
-    group_size: int
-    bytes: int
-    calls: int
-    hides: bool = False
-
-    @property
-    def total_bytes(self) -> int:
-        return self.bytes * self.calls
 
 
 def ledger(config: Config, plan: ParallelPlan, pp_rank: int, software: Software = HERE) -> list[Collective]:
@@ -49,15 +27,10 @@ def ledger(config: Config, plan: ParallelPlan, pp_rank: int, software: Software 
     calls = [times(call, blocks) for call in of_block(config, plan)]
     calls += of_embedding(config, plan) if embedding else []
     calls += of_head(config, plan) if head else []
-    calls += [*of_stage_ends(config, plan, pp_rank), *data_of_micro_batch(config, plan, pp_rank, software)]
+    calls += [*of_stage_ends(config, plan, pp_rank), *data_axis.of_micro_batch(config, plan, pp_rank, software)]
     calls = [times(call, plan.num_micro_batches) for call in calls]
     calls += of_step(config, plan, pp_rank, software)
     return [call for call in calls if call.group_size > 1 and call.calls]
-
-
-def times(call: Collective, count: int) -> Collective:
-    """The same, made `count` times as often."""
-    return replace(call, calls=call.calls * count)
 
 
 def layers_held(config: Config, plan: ParallelPlan, pp_rank: int) -> tuple[int, bool, bool]:
@@ -142,50 +115,14 @@ def of_stage_ends(config: Config, plan: ParallelPlan, pp_rank: int) -> Iterator[
             yield Collective("pipe", "gradients", "backward", "send_recv", pp, sent_bytes(config, plan), 1)
 
 
-def data_of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
-    """Data axis, one micro-batch: ZeRO 2 reduces gradients each time, ZeRO 3 gathers weights too, layer by layer."""
-    if plan.zero_stage < 2:
-        return []
-    dp = plan.data_parallel_size
-    weights, gradients = _parameter_bytes(config, plan, pp_rank)
-    scatters = software.reduce_scatters or plan.zero_stage == 3
-    operation, pieces = "reduce_scatter" if scatters else "all_reduce", _buckets(config, plan, pp_rank)
-    blocks, embedding, head = layers_held(config, plan, pp_rank)
-    layers = max(pieces, blocks + embedding + head)
-    if plan.zero_stage == 2:
-        return [_pieces("gradients", "backward", operation, dp, gradients, pieces)]
-    return [
-        _pieces("gradients", "backward", operation, dp, gradients, layers),
-        _pieces("weights", "forward", "all_gather", dp, weights, layers),
-        _pieces("weights", "backward", "all_gather", dp, weights, layers),
-    ]
-
-
-def _pieces(what: str, phase: str, operation: str, dp: int, number_of_bytes: int, pieces: int) -> Collective:
-    """On the data axis, in so many calls, beside computation."""
-    return Collective("data", what, phase, operation, dp, -(-number_of_bytes // pieces), pieces, hides=True)
-
-
 def of_step(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
-    """Data axis, once a step; and the gradient of a word table that first and last stage share."""
-    weights, gradients = _parameter_bytes(config, plan, pp_rank)
-    dp, pp, stage = plan.data_parallel_size, plan.pipeline_model_parallel_size, plan.zero_stage
-    calls, pieces = [], _buckets(config, plan, pp_rank)
-    if stage <= 1:
-        operation = "reduce_scatter" if stage == 1 and software.reduce_scatters else "all_reduce"
-        calls.append(replace(_pieces("gradients", "step", operation, dp, gradients, pieces), hides=software.hides_data))
-    if stage in (1, 2):
-        calls.append(replace(_pieces("weights", "step", "all_gather", dp, weights, pieces), hides=False))
+    """Once a step: the data axis, and the gradient of a word table that first and last stage share."""
+    calls, pp = data_axis.of_step(config, plan, pp_rank, software), plan.pipeline_model_parallel_size
     if config.model.tie_word_embeddings and plan.schedule != "dualpipev" and pp > 1 and pp_rank in (0, pp - 1):
         table = plan.padded_vocab_size * config.model.hidden_size // plan.tensor_model_parallel_size
         number_of_bytes = table * StateBytes.of(config.precision.grad_accum_dtype)
         calls.append(Collective("pipe", "tied table's gradient", "step", "all_reduce", 2, number_of_bytes, 1))
     return calls
-
-
-def _buckets(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
-    """Calls in which all of a stage's parameters pass on the data axis."""
-    return -(-stage_parameters(config, plan, pp_rank) // config.zero.bucket_size)
 
 
 def sent_bytes(config: Config, plan: ParallelPlan) -> int:
@@ -201,14 +138,3 @@ def _hidden_bytes(config: Config, plan: ParallelPlan) -> int:
 def _position_bytes(config: Config, plan: ParallelPlan) -> int:
     """Positions inside documents travel with the activations, where documents are kept apart."""
     return plan.micro_batch_size * config.data.sequence_length * INT64 if config.data.mask_documents else 0
-
-
-def _parameter_bytes(config: Config, plan: ParallelPlan, pp_rank: int) -> tuple[int, int]:
-    """Weights, and gradients as they are sent, of a stage on one rank, unpartitioned.
-
-    Sums are sent in fp32 where they are kept so and whole (ZeRO 0, BF16_Optimizer), else in the run's dtype.
-    """
-    parameters, precision = stage_parameters(config, plan, pp_rank), config.precision
-    whole_sums = plan.zero_stage == 0 or uses_bf16_optimizer(config)
-    sent = precision.grad_accum_dtype if whole_sums else precision.dtype
-    return parameters * StateBytes.of(precision.dtype), parameters * StateBytes.of(sent)

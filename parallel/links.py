@@ -52,18 +52,24 @@ class Fabric:
         inside = self.intra_node.bandwidth if spread.ranks_per_node > 1 else outside
         return Link(self.inter_node.name, min(outside, inside), self.inter_node.latency_s)
 
-    def seconds(self, operation: str, number_of_bytes: float, *, topology: Topology, axis: str) -> float:
-        """Of one call. Bytes: of the whole tensor (all_gather: what is gathered; reduce_scatter: what is reduced)."""
-        size = 2 if operation == "send_recv" else topology.size(axis)
+    def seconds(
+        self, operation: str, number_of_bytes: float, *, topology: Topology, axis: str, group_size: int | None = None
+    ) -> float:
+        """Of one call. Bytes: of the whole tensor (all_gather: what is gathered; reduce_scatter: what is reduced).
+
+        group_size: 2 for two ranks of a longer axis, which have a port each; None: the whole axis.
+        """
+        size = topology.size(axis)
         if size == 1:
             return 0.0
-        link = self.route(operation, topology=topology, axis=axis)
-        return collective_seconds(operation, number_of_bytes, group_size=size, link=link)
+        pair = operation == "send_recv" or group_size == 2
+        link = self.route(topology=topology, axis=axis, pair=pair)
+        return collective_seconds(operation, number_of_bytes, group_size=2 if pair else size, link=link)
 
-    def route(self, operation: str, *, topology: Topology, axis: str) -> Link:
-        """The slowest link of an axis's worst-placed group; a send between two ranks has one port."""
+    def route(self, *, topology: Topology, axis: str, pair: bool) -> Link:
+        """The slowest link of an axis's worst-placed group, or of two neighbours on it, which have a port each."""
         spread = topology.spread(axis, self.devices_per_node)
-        return self.link(Spread(spread.nodes, 1) if operation == "send_recv" and spread.nodes > 1 else spread)
+        return self.link(Spread(2, 1) if pair and spread.nodes > 1 else spread)
 
 
 def collective_seconds(operation: str, number_of_bytes: float, *, group_size: int, link: Link) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
-from parallel.communication import Collective, ledger
+from parallel.collective import Collective
+from parallel.communication import ledger
 from parallel.links import Fabric, Link, collective_seconds
 from parallel.plan import ParallelPlan
 from parallel.topology import AXES, Spread
@@ -50,7 +51,7 @@ def prices(config: Config, plan: ParallelPlan, fabric: Fabric, *, compute_s: flo
             ([call for call in calls if call.axis == axis] for calls in stages),
             key=lambda calls: sum(call.total_bytes for call in calls),
         )
-        placed_on = fabric.route(of_stage[0].operation, topology=plan.topology, axis=axis)
+        placed_on = fabric.route(topology=plan.topology, axis=axis, pair=axis == "pipe")
         links = [fabric.link(Spread(1, size)), placed_on, placed_on]
         if fabric.inter_node is not None:
             links[1] = fabric.link(Spread(size, 1))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from conf.schema import Config
 from parallel import memory
-from parallel.communication import Collective, ledger
+from parallel.collective import Collective
+from parallel.communication import ledger
 from parallel.flops import hardware_flops_per_token, mfu, tokens_per_s, tokens_per_s_per_device, utilisation
 from parallel.hardware import device_kind
 from parallel.kernels import Rates
@@ -24,7 +25,7 @@ from parallel.software import HERE, Software
 from parallel.stage_times import LayerTimes, StageTime, StepTail, stage_times
 from parallel.timeline import StageTimes, Timeline, estimate_step_s, simulate
 
-PLANNER_VERSION = 1  # counts up when the same plan and cluster are predicted another number
+PLANNER_VERSION = 2  # counts up when the same plan and cluster are predicted another number
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ def _priced(config: Config, plan: ParallelPlan, fabric: Fabric, pp_rank: int) ->
     return [
         Priced(
             call,
-            fabric.route(call.operation, topology=topology, axis=call.axis).name,
-            call.calls * fabric.seconds(call.operation, call.bytes, topology=topology, axis=call.axis),
+            fabric.route(topology=topology, axis=call.axis, pair=call.axis == "pipe").name,
+            call.calls
+            * fabric.seconds(call.operation, call.bytes, topology=topology, axis=call.axis, group_size=call.group_size),
         )
         for call in ledger(config, plan, pp_rank)
     ]

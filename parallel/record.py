@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from conf.schema import ClusterConfig, Config, ModelConfig, ParallelConfig, PrecisionConfig, ZeroConfig
-from parallel.communication import Collective, ledger
+from parallel.collective import Collective
+from parallel.communication import ledger
 from parallel.ledger import Ledger
 from parallel.memory import predict
 from parallel.plan import ParallelPlan

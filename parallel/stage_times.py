@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from conf.schema import Config
+from parallel import data_axis
+from parallel.collective import Collective
 from parallel.communication import (
-    Collective,
-    data_of_micro_batch,
     layers_held,
     of_block,
     of_embedding,
@@ -127,7 +127,7 @@ class LayerTimes:
 
     def _data(self, pp_rank: int, forward_s: float, backward_s: float) -> tuple[float, float]:
         """Exposed seconds of ZeRO 2 and 3 in each pass."""
-        calls = data_of_micro_batch(self.config, self.plan, pp_rank, self.software)
+        calls = data_axis.of_micro_batch(self.config, self.plan, pp_rank, self.software)
         return (
             self._left(self._seconds(call for call in calls if call.phase == "forward"), forward_s),
             self._left(self._seconds(call for call in calls if call.phase == "backward"), backward_s),
@@ -141,7 +141,9 @@ class LayerTimes:
         return sum(call.calls * self._call_s(call) for call in calls)
 
     def _call_s(self, call: Collective) -> float:
-        return self.fabric.seconds(call.operation, call.bytes, topology=self.plan.topology, axis=call.axis)
+        return self.fabric.seconds(
+            call.operation, call.bytes, topology=self.plan.topology, axis=call.axis, group_size=call.group_size
+        )
 
     def _send_s(self) -> float:
         plan = self.plan

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from conf.schema import Family
 from parallel.software import Software
 
-UNFUSED = Software(fused_attention=False, partitioned_sends=True, reduce_scatters=True)
-FUSED = Software(reduce_scatters=True)
-HIDING = Software(reduce_scatters=True, hides_data=True)
+UNFUSED = Software(fused_attention=False, as_deepspeed=False, partitioned_sends=True, reduce_scatters=True)
+FUSED = Software(as_deepspeed=False, reduce_scatters=True)
+HIDING = Software(as_deepspeed=False, reduce_scatters=True, hides_data=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ STACKS = (
         "megatron_core_0.8_h100",
         ("Megatron-Core",),
         "H100",
-        Software(reduce_scatters=True, hides_data=True),
+        HIDING,
         zero_stage=1,
     ),
     Stack("megatron_2022_a100", ("Megatron-LM",), "A100-SXM4-80", UNFUSED),
