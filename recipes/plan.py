@@ -48,14 +48,16 @@ def run(config: Config) -> int:
     try:
         if config.plan.dry_run is not None:
             return dry_run(config, world_size, device)
-        named = None
-        if names_a_plan(sys.argv[1:]) or not config.plan.search:
+        named, names = None, names_a_plan(sys.argv[1:]) or not config.plan.search
+        if names:
             named = named_plan(config, world_size, device)
         chosen = searched(config, world_size, device) if config.plan.search else named
         if chosen is None:
             return 1
         details(*chosen)
         if config.plan.write is not None:
+            if names and named is None:
+                return refuse([f"plan.write={config.plan.write}: the named plan is refused, so that none is written"])
             write(*(named or chosen), device)
     except ValueError as error:
         return refuse(str(error).splitlines())

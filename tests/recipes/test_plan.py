@@ -205,6 +205,12 @@ def test_a_plan_is_written_with_its_record_and_composes_again(called, tmp_path):
     assert code == 0 and "wrote conf/parallel/mine.yaml" in out
 
 
+def test_a_refused_plan_is_not_written_nor_another_in_its_place(called, tmp_path):
+    code, _, err = called(*H100, "parallel.tp=3", "--write", "mine", "plan.top=1")
+    assert (code, err) == (2, "error: plan.write=mine: the named plan is refused, so that none is written\n")
+    assert list((tmp_path / "conf" / "parallel").iterdir()) == []
+
+
 def test_the_schedule_is_drawn_and_traced(called, tmp_path):
     picture, trace = tmp_path / "schedule.png", tmp_path / "trace.json"
     words = [f"plan.picture={picture}", f"plan.trace={trace}", "parallel=tp4_pp2", "plan.search=false"]
