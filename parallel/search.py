@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from conf.schema import Config, Order, Recompute, Schedule
+from conf.schema import Config, Order, ParallelConfig, Recompute, Schedule
 from parallel import memory, rules
 from parallel.flops import block_flops_per_token, head_flops_per_token
 from parallel.kernels import Rates
 from parallel.links import Fabric
-from parallel.plan import ParallelPlan, padded_vocab_size
+from parallel.plan import ParallelPlan, PlanError, padded_vocab_size
 from parallel.prediction import Prediction, predict_run, quick_step_s
 from parallel.sizes import sizes
 from parallel.software import HERE
@@ -68,7 +68,7 @@ class Search:
 
 
 def search(config: Config, world_size: int, *, device: str, limit_bytes: float | None) -> Search:
-    """Try every plan. Raises ValueError where the cluster has no rates or links.
+    """Try every plan. Raises ValueError where the cluster has no rates or links, and for what no plan mends.
 
     limit_bytes: of one device; None: everything fits.
     """
@@ -76,6 +76,7 @@ def search(config: Config, world_size: int, *, device: str, limit_bytes: float |
         Rates.from_config(config.cluster, config.precision.dtype),
         Fabric.from_config(config.cluster, world_size=world_size),
     )
+    _check(config, device=device)
     found = Search()
     for candidate in _candidates(config, world_size, device=device):
         held = memory.predict_worst(candidate.config, candidate.plan, device=device).total
@@ -88,6 +89,20 @@ def search(config: Config, world_size: int, *, device: str, limit_bytes: float |
     found.fitting.sort(key=lambda candidate: candidate.step_s)
     found.too_large.sort(key=lambda candidate: candidate.memory_bytes)
     return found
+
+
+def _check(config: Config, *, device: str) -> None:
+    """Raises PlanError with what is wrong under every plan: under the one that asks least."""
+    least = replace(
+        config,
+        parallel=ParallelConfig(),
+        zero=replace(config.zero, stage=1),
+        train=replace(config.train, micro_batch_size=1),
+        cluster=replace(config.cluster, nodes=1, devices_per_node=1),
+    )
+    problems = rules.problems(least, world_size=1, device=device)
+    if problems:
+        raise PlanError(problems)
 
 
 def best(
@@ -146,7 +161,8 @@ def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Can
                     stage_layers=cut, recompute=recompute.value, recompute_interval=1, warnings=(),
                     order=tuple(order.value.split("_")),
                 )  # fmt: skip
-                yield Candidate(changed, plan)
+                if not rules.problems(changed, world_size=world_size, device=device):
+                    yield Candidate(changed, plan)
 
 
 def _meshes(config: Config, world_size: int) -> Iterator[tuple[int, int, Schedule, Order]]:
@@ -156,7 +172,7 @@ def _meshes(config: Config, world_size: int) -> Iterator[tuple[int, int, Schedul
     per_node = config.cluster.devices_per_node or -(-world_size // config.cluster.nodes)
     for tp in _divisors(heads):
         fits = key_value % tp == 0 or tp % key_value == 0
-        if world_size % tp or not fits or model.hidden_size % tp or sizes(model).ffn_hidden_size % tp:
+        if world_size % tp or not fits or sizes(model).ffn_hidden_size % tp:
             continue
         for pp in _divisors(world_size // tp):
             if pp > model.num_layers:

@@ -43,21 +43,38 @@ def run(config: Config) -> int:
     print(page.header(config, world_size, limit_bytes=config.cluster.memory_per_device))
     for line in assumed:
         print(f"assumed  {line}; name it to change it")
+    problems = [*unwritable("plan.picture", config.plan.picture), *unwritable("plan.trace", config.plan.trace)]
+    if problems:
+        return refuse(problems)
     try:
         if config.plan.dry_run is not None:
             return dry_run(config, world_size, device)
-        named = None
-        if names_a_plan(sys.argv[1:]) or not config.plan.search:
+        named, names = None, names_a_plan(sys.argv[1:]) or not config.plan.search
+        if names:
             named = named_plan(config, world_size, device)
         chosen = searched(config, world_size, device) if config.plan.search else named
         if chosen is None:
             return 1
         details(*chosen)
         if config.plan.write is not None:
+            if names and named is None:
+                return refuse([f"plan.write={config.plan.write}: the named plan is refused, so that none is written"])
             write(*(named or chosen), device)
     except ValueError as error:
         return refuse(str(error).splitlines())
     return 0
+
+
+def unwritable(knob: str, name: str | None) -> list[str]:
+    """Why a file cannot be made there."""
+    if name is None:
+        return []
+    path = Path(name)
+    if path.is_dir():
+        return [f"{knob}={name} is a folder; name a file in it"]
+    if not path.parent.is_dir():
+        return [f"{knob}={name}: there is no folder {path.parent}; make it or choose another"]
+    return [] if os.access(path.parent, os.W_OK) else [f"{knob}={name}: {path.parent} cannot be written to"]
 
 
 def device_of(config: Config) -> str:
@@ -104,6 +121,9 @@ def searched(config: Config, world_size: int, device: str) -> tuple[Config, Pred
     limit = config.cluster.memory_per_device
     found = search(config, world_size, device=device, limit_bytes=limit)
     print(f"\n{page.found(found)}")
+    if not found.considered:
+        batch = config.train.global_batch_size
+        print(f"no tp x pp that fits the model leaves {world_size} devices in a dp that divides a batch of {batch}")
     pairs = best(found, world_size=world_size, device=device, limit_bytes=limit, count=config.plan.top)
     if not pairs:
         return None
@@ -193,5 +213,7 @@ def with_assumptions(config: Config, words: Sequence[str]) -> tuple[Config, list
 
 
 if __name__ == "__main__":
+    if sys.argv[-1] == "--write":
+        sys.exit(refuse(["--write needs the name of a profile: --write NAME"]))
     sys.argv[1:] = words_of(sys.argv[1:])
     main_without_plan(run)

@@ -146,10 +146,13 @@ def placement(prices: Sequence[AxisPrice]) -> str:
     ]  # fmt: skip
     names = ("axis", "ranks", "calls", "bytes a step", "inside a node", "between nodes", "as placed", "on")
     first = prices[0]
-    line = (
-        f"keep the {first.axis} axis inside a node first: {size(first.bytes)} in {first.calls} calls a step and rank "
-        f"cost {first.inside_s:.4f} s there and {first.across_s:.4f} s between nodes, {first.loss_s:.4f} s more"
-    )
+    line = "there is one node, and all of them are inside it"
+    if first.loss_s:
+        line = (
+            f"keep the {first.axis} axis inside a node first: {size(first.bytes)} in {first.calls} calls a step and "
+            f"rank cost {first.inside_s:.4f} s there and {first.across_s:.4f} s between nodes, "
+            f"{first.loss_s:.4f} s more"
+        )
     head = "where axes lie, and the seconds that are waited for (beyond what hides behind computation):"
     return "\n".join([head, table(names, rows), line])
 

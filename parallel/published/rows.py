@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import isinf
 from pathlib import Path
 
 from conf.schema import (
@@ -32,6 +33,11 @@ from parallel.software import Software
 from parallel.stages import boundaries
 
 RUNS = Path(__file__).with_name("runs.csv")
+COLUMNS = (
+    "id", "source", "stack", "model", "params_b", "layers", "hidden", "ffn", "heads", "kv_heads", "seq", "vocab", "gpu",
+    "peak_tflops", "gpus", "tp", "pp", "dp", "vpp", "sp", "mbs", "gbs", "zero_stage", "precision", "recompute",
+    "iter_time_s", "tflops_per_gpu", "flops_kind", "mfu_pct", "tokens_per_s_per_gpu", "scaling_eff_pct", "note",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,10 @@ def read_runs(path: Path = RUNS) -> tuple[list[PublishedRun], list[Unusable]]:
     runs: list[PublishedRun] = []
     unusable: list[Unusable] = []
     with open(path, newline="") as file:
-        reader = csv.DictReader(file)
-        missing = {"id", "stack", "gpu", "hidden", "gbs", "tp", "pp"} - set(reader.fieldnames or ())
+        reader = csv.DictReader(file, restval="")
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
         if missing:
-            raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; the columns are those of {RUNS.name}")
+            raise ValueError(f"{path}: no column {', '.join(missing)}; the columns are those of {RUNS.name}")
         for row in reader:
             try:
                 runs.append(_run(row))
@@ -93,6 +99,8 @@ def _run(row: dict[str, str]) -> PublishedRun:
     dp = _number(row, "dp", world // (tp * pp))
     if world != tp * pp * dp:
         raise ValueError(f"{world} GPUs are not tp {tp} x pp {pp} x dp {dp}")
+    if not tp * pp * dp:
+        raise ValueError(f"tp {tp}, pp {pp} and dp {dp} must be positive")
     global_batch = _number(row, "gbs", _number(row, "mbs", 0) * dp or None)  # a rate alone: of one micro-batch
     micro_batch = _number(row, "mbs", global_batch // dp if stack.accumulates_not else 1)
     if global_batch % (micro_batch * dp):
@@ -116,27 +124,30 @@ def _run(row: dict[str, str]) -> PublishedRun:
 def _config(row: dict[str, str], stack: Stack, *, tp: int, pp: int, micro_batch: int, global_batch: int) -> Config:
     hidden = _number(row, "hidden")
     layers = _number(row, "layers", 0)
-    if not layers:  # from the size's name: 12 l h^2 parameters in blocks
-        layers = round(float(row["params_b"]) * 1e9 / (12 * hidden**2)) if row["params_b"] else _number(row, "layers")
+    if not layers and row["params_b"]:  # from the size's name: 12 l h^2 parameters in blocks
+        layers = round(_float(row, "params_b") * 1e9 / (12 * hidden**2))
+    recompute = row["recompute"] or "none"
+    if recompute not in Recompute.__members__:
+        raise ValueError(f"recompute={recompute} is none of {', '.join(Recompute.__members__)}")
     precision = DType.bf16 if "bf16" in row["precision"].lower() else DType.fp16
     in_fp32 = stack.reduces_fp32 or "fp32 gradient accu" in row["note"]
     return Config(
         model=ModelConfig(
             name=row["model"], family=stack.family, vocab_size=_number(row, "vocab", 51200), hidden_size=hidden,
-            num_layers=layers, num_attention_heads=_number(row, "heads"),
+            num_layers=layers or _number(row, "layers"), num_attention_heads=_number(row, "heads"),
             num_key_value_heads=_number(row, "kv_heads", 0) or None,
             ffn_hidden_size=_number(row, "ffn", 4 * hidden), max_position_embeddings=_number(row, "seq"),
             tie_word_embeddings=stack.family is Family.gpt2, make_vocab_size_divisible_by=128,
         ),
         parallel=ParallelConfig(
-            tp=tp, pp=pp, sequence_parallel=row["sp"] == "1" and tp > 1, recompute=Recompute(row["recompute"] or "none")
+            tp=tp, pp=pp, sequence_parallel=row["sp"] == "1" and tp > 1, recompute=Recompute(recompute)
         ),
         zero=ZeroConfig(stage=_number(row, "zero_stage", stack.zero_stage)),
         precision=PrecisionConfig(dtype=precision, grad_accum_dtype=DType.fp32 if in_fp32 else precision),
         data=DataConfig(sequence_length=_number(row, "seq"), mask_documents=False),
         train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=global_batch),
         cluster=ClusterConfig(
-            name=stack.name, devices_per_node=stack.per_node, peak_flops=float(row["peak_tflops"]) * 1e12
+            name=stack.name, devices_per_node=stack.per_node, peak_flops=_float(row, "peak_tflops") * 1e12
         ),
     )  # fmt: skip
 
@@ -157,28 +168,42 @@ def _step_s(row: dict[str, str], run: PublishedRun) -> float:
     model, length, batch = config.model, config.data.sequence_length, run.plan.global_batch_size
     tokens = batch * length
     if row["iter_time_s"]:
-        return float(row["iter_time_s"])
+        return _float(row, "iter_time_s")
     if row["tokens_per_s_per_gpu"]:
-        return tokens / float(row["tokens_per_s_per_gpu"]) / world
+        return tokens / _float(row, "tokens_per_s_per_gpu") / world
     flops = float(tokens * model_flops_per_token(model, length))
     baseline = run.stack.baseline_tflops
     if row["tflops_per_gpu"] or (baseline and row["scaling_eff_pct"]):
         if row["flops_kind"].startswith("hardware") or baseline:  # arXiv:2104.04473 eq. 3, with recomputation
             h, blocks = model.hidden_size, model.num_layers
             flops = 96 * tokens * blocks * h**2 * (1 + length / (6 * h) + model.vocab_size / (16 * blocks * h))
-        tflops = float(row["tflops_per_gpu"] or baseline * float(row["scaling_eff_pct"]) / 100)
+        if row["tflops_per_gpu"]:
+            tflops = _float(row, "tflops_per_gpu")
+        else:
+            tflops = baseline * _float(row, "scaling_eff_pct") / 100
         return flops / (tflops * 1e12) / world
     if row["mfu_pct"] and config.cluster.peak_flops:
-        return flops / (float(row["mfu_pct"]) / 100 * config.cluster.peak_flops) / world
+        return flops / (_float(row, "mfu_pct") / 100 * config.cluster.peak_flops) / world
     raise ValueError("neither step time nor a rate is reported")
 
 
 def _number(row: dict[str, str], column: str, default: int | None = None) -> int:
-    if row[column] in ("", None):
-        if default is None:
-            raise ValueError(f"{column} is not stated")
+    if not row[column] and default is not None:
         return default
-    return int(float(row[column]))
+    return int(_float(row, column, least=0))
+
+
+def _float(row: dict[str, str], column: str, *, least: float | None = None) -> float:
+    """Above 0, or at least `least`."""
+    if not row[column]:
+        raise ValueError(f"{column} is not stated")
+    try:
+        number = float(row[column])
+    except ValueError:
+        raise ValueError(f"{column}={row[column]} is not a number") from None
+    if not (number > 0 or number == least) or isinf(number):
+        raise ValueError(f"{column}={row[column]} is not positive")
+    return number
 
 
 def by_stack(runs: list[PublishedRun]) -> Iterator[tuple[Stack, list[PublishedRun]]]:
