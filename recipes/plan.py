@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf.cli import main_without_plan, refuse
+from conf.cli import EXIT_CONFIG, main_without_plan, refuse
 from conf.schema import Config
 from parallel import memory, placement, rules, stage_split
 from parallel.hardware import device_count, device_kind
@@ -54,7 +54,10 @@ def run(config: Config) -> int:
             named = named_plan(config, world_size, device)
         chosen = searched(config, world_size, device) if config.plan.search else named
         if chosen is None:
-            return 1
+            return 1 if config.plan.search else EXIT_CONFIG
+        if named is not None and config.plan.search:
+            times = named[1].step_s / chosen[1].step_s
+            print(f"\nthe named plan's step takes {times:.2f} x that of the first; plan.search=false shows its ledgers")
         details(*chosen)
         if config.plan.write is not None:
             if names and named is None:
@@ -160,8 +163,13 @@ def details(config: Config, prediction: Prediction) -> None:
 
 
 def write(config: Config, prediction: Prediction, device: str) -> None:
-    name = config.plan.write
+    name, limit = config.plan.write, config.cluster.memory_per_device
     assert name is not None
+    held = memory.worst(prediction.ledgers).total
+    if limit is not None and held > limit:
+        raise ValueError(
+            f"plan.write={name}: the plan needs {page.size(held)} of {page.size(limit)}; it is not written"
+        )
     path = write_profile(
         name, config, prediction, ROOT / "conf" / "parallel", overwrite=config.plan.overwrite, device=device,
         git_commit=git_commit(),
