@@ -132,18 +132,27 @@ def searched(config: Config, world_size: int, device: str) -> tuple[Config, Pred
         return None
     print(page.ranking(pairs), *page.CONVENTIONS, "", page.pareto(found, most=config.plan.top), sep="\n")
     candidate, prediction = pairs[0]
+    other = next((c for c in found.fitting if c.plan.tensor_model_parallel_size > 1), None)
+    if prediction.plan.tensor_model_parallel_size == 1 and other is not None:
+        print(f"\nthe fastest plan with a tensor axis: {page.title(other.plan)}, {other.step_s:.3f} s")
+        print(page.placement(prices_of(other.config, predict_run(other.config, other.plan, device=device))))
     return candidate.config, prediction
+
+
+def prices_of(config: Config, prediction: Prediction) -> list[placement.AxisPrice]:
+    """Of a plan's axes, inside a node and between nodes."""
+    fabric = Fabric.from_config(config.cluster, world_size=prediction.plan.world_size)
+    return placement.prices(config, prediction.plan, fabric, compute_s=prediction.seconds["compute"])
 
 
 def details(config: Config, prediction: Prediction) -> None:
     """Ledgers, placement and schedule of one plan."""
     plan = prediction.plan
-    fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
     print(f"\n== {page.title(plan)} ==")
     for line in (*plan.warnings, *placement.warnings(config, plan)):
         print(f"warning: {line}")
     parts = [page.memory(prediction.ledgers, limit_bytes=config.cluster.memory_per_device)]
-    prices = placement.prices(config, plan, fabric, compute_s=prediction.seconds["compute"])
+    prices = prices_of(config, prediction)
     if prices:
         parts += [page.communication(prediction), page.placement(prices)]
     parts.append(page.time(prediction))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.schema import Config
+from parallel.instructions import rank_of
 from parallel.ledger import Ledger
 from parallel.memory import worst
 from parallel.placement import AxisPrice
@@ -171,16 +172,19 @@ def time(prediction: Prediction) -> str:
 
 
 def stages(prediction: Prediction, split: str) -> str:
-    """Layers and seconds of each stage; `split`: a line on what a split by count alone would cost."""
+    """Layers and seconds of each stage, and how long its rank waits; `split`: a line on a split by count alone."""
     plan = prediction.plan
-    rows = [
-        (str(index), f"{last - first}", f"{1000 * stage.forward_s:.2f} ms", f"{1000 * stage.backward_s:.2f} ms")
-        for index, ((first, last), stage) in enumerate(zip(plan.stage_layers, prediction.stages, strict=True))
-    ]
-    if len(rows) > 8:
-        rows = [*rows[:4], ("...", "", "", ""), *rows[-4:]]
-    names = ("stage", "layers", "forward", "backward")
-    head = "stages (layers with embedding, norm and head; seconds of one micro-batch):\n"
+    rows = []
+    for index, ((first, last), stage) in enumerate(zip(plan.stage_layers, prediction.stages, strict=True)):
+        rank = rank_of(plan.schedule, index, ranks=plan.pipeline_model_parallel_size)
+        rows.append(
+            (str(index), str(rank), f"{last - first}", f"{1000 * stage.forward_s:.2f} ms",
+             f"{1000 * stage.backward_s:.2f} ms", f"{prediction.bubble[rank]:.1%}")
+        )  # fmt: skip
+    if len(rows) > 16:
+        rows = [*rows[:8], ("...", "", "", "", "", ""), *rows[-8:]]
+    names = ("stage", "pp rank", "layers", "forward", "backward", "bubble of the rank")
+    head = "stages (layers with embedding, norm and head; seconds of one micro-batch; bubble: share of the step):\n"
     return f"{head}{table(names, rows)}\nsplit {split}"
 
 
