@@ -70,7 +70,7 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
         problems = range_problems(config)
         if problems:
             raise ConfigError(problems)
-        return entry(config) or 0
+        return 0 if world()[0] > 0 else entry(config) or 0  # started on many ranks, one of them answers
 
     _run(unplanned)
 

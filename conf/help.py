@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import textwrap
+from pathlib import Path
 
 from conf.knobs import CONF, knobs, options
 
 INTRODUCTION = """\
 {script}: options are Hydra's, key=value; group=option picks a YAML file of conf/.
 
-    deepspeed --num_gpus 8 {script} model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
-    {launcher} -n 4 {script} experiment=stdlib_tp2_pp2
-    python {script} model=llama_tiny                       one rank
+{examples}
 
 Flags: --cfg job (the composed config), --info, -m (one run for each choice of key=a,b), --config-dir DIR (more YAML),
 --shell-completion install=bash, --hydra-help (the rest).
@@ -20,11 +19,22 @@ Flags: --cfg job (the composed config), --info, -m (one run for each choice of k
 Groups (group=option)
 """
 
+ON_RANKS = """\
+deepspeed --num_gpus 8 {script} model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
+{launcher} -n 4 {script} experiment=stdlib_tp2_pp2
+python {script} model=llama_tiny                       one rank"""
+ALONE = {  # recipes that are started as one process
+    "plan.py": "python {script} model=llama_70b cluster=dgx_h100 cluster.nodes=8 train.global_batch_size=1024",
+    "promote.py": "python {script} profile=tp2_pp2 model=llama_tiny promote.dry_run=true",
+    "benchmark.py": "python {script} benchmark.plans=[tp2,pp2]",
+}
+
 
 def page(script: str) -> str:
     """The whole text; `script` as it was called."""
     launcher = os.path.relpath(CONF.parent / "launch" / "local.sh")
-    lines = [INTRODUCTION.format(script=script, launcher=launcher)]
+    examples = ALONE.get(Path(script).name, ON_RANKS).format(script=script, launcher=launcher)
+    lines = [INTRODUCTION.format(script=script, examples=textwrap.indent(examples, " " * 4))]
     for group, names in options().items():
         lines.append(textwrap.fill(", ".join(names), 116, initial_indent=f"  {group:<12} ", subsequent_indent=" " * 15))
     lines.append("\nKnobs (key = default: sentence)")

@@ -76,6 +76,7 @@ class DryRun:
                 "",
                 table(("axis", "phase", "collective", "ranks", "bytes", "counted", "ledger"), calls),
                 "",
+                "not run: the data axis (ZeRO's partitions and collectives) and the optimizer",
                 "counted and ledger agree" if self.agrees else "counted and ledger DIFFER",
             ]
         )

@@ -42,9 +42,10 @@ class Rates:
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig, dtype: DType) -> Rates:
-        """Raises ValueError where one is not known, or known in a format of another width."""
+        """Raises ValueError where one is not known, or in a format of another width, or in fp16 for bf16."""
         measured = cluster.rates.dtype
-        if measured is not None and StateBytes.of(measured) != StateBytes.of(dtype):
+        other_width = measured is not None and StateBytes.of(measured) != StateBytes.of(dtype)
+        if measured is not None and (other_width or (measured is DType.fp16 and dtype is DType.bf16)):
             raise ValueError(
                 f"cluster.rates of cluster={cluster.name} are those of {measured.value}, not of precision.dtype="
                 f"{dtype.value}; use precision={measured.value}, or measure them with recipes/probe.py"

@@ -17,6 +17,8 @@ from parallel.links import Fabric, Link, collective_seconds
 from parallel.plan import ParallelPlan
 from parallel.topology import AXES, Spread
 
+WEIGHT_GRADIENTS = 1 / 3  # of a step's products: what tensor collectives of backward run beside
+
 
 @dataclass(frozen=True)
 class AxisPrice:
@@ -55,14 +57,16 @@ def prices(config: Config, plan: ParallelPlan, fabric: Fabric, *, compute_s: flo
         links = [fabric.link(Spread(1, size)), placed_on, placed_on]
         if fabric.inter_node is not None:
             links[1] = fabric.link(Spread(size, 1))
-        inside, across, placed = (_waited_s(of_stage, link, config.cluster.rates.overlap * compute_s) for link in links)
+        beside_s = compute_s * (WEIGHT_GRADIENTS if axis == "tensor" else 1.0)
+        overlap = config.cluster.rates.overlap
+        inside, across, placed = (_waited_s(of_stage, link, overlap=overlap, beside_s=beside_s) for link in links)
         calls, total = sum(call.calls for call in of_stage), sum(call.total_bytes for call in of_stage)
         found.append(AxisPrice(axis, size, calls, total, inside, across, placed, links[2].name))
     return sorted(found, key=lambda price: price.loss_s, reverse=True)
 
 
-def _waited_s(calls: Sequence[Collective], link: Link, hidden_s: float) -> float:
-    """Seconds of the calls on one link, less what hides."""
+def _waited_s(calls: Sequence[Collective], link: Link, *, overlap: float, beside_s: float) -> float:
+    """Seconds of the calls on one link, less what hides beside so much computation (as in `parallel.stage_times`)."""
     open_s, behind_s = (
         sum(
             call.calls * collective_seconds(call.operation, call.bytes, group_size=call.group_size, link=link)
@@ -71,7 +75,7 @@ def _waited_s(calls: Sequence[Collective], link: Link, hidden_s: float) -> float
         )
         for hides in (False, True)
     )
-    return open_s + max(0.0, behind_s - hidden_s)
+    return open_s + behind_s - overlap * min(behind_s, beside_s)
 
 
 def warnings(config: Config, plan: ParallelPlan) -> list[str]:

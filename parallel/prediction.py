@@ -62,6 +62,12 @@ def predict_run(
     """Raises ValueError with one line where the cluster has no rates or links."""
     kind = device_kind() if device is None else device
     rates = Rates.from_config(config.cluster, config.precision.dtype)
+    peak = config.cluster.peak_flops
+    if peak is not None and peak < rates.matrix_flops:
+        raise ValueError(
+            f"cluster.peak_flops={peak:g} is below cluster.rates.matrix_flops={rates.matrix_flops:g}, which is "
+            "measured; one of them is of another device or dtype"
+        )
     fabric = Fabric.from_config(config.cluster, world_size=plan.world_size)
     times = LayerTimes(config, plan, rates, fabric, software)
     stages = stage_times(times)
@@ -77,7 +83,7 @@ def predict_run(
     step_s = join(ends, tails) + rates.step_s
     seconds = _by_what(plan, stages, tails, rates, step_s)
     tokens = plan.global_batch_size * config.data.sequence_length
-    world, peak = plan.world_size, config.cluster.peak_flops
+    world = plan.world_size
     per_token = hardware_flops_per_token(config.model, config.data.sequence_length, recompute=plan.recompute)
     return Prediction(
         plan=plan,

@@ -111,14 +111,12 @@ def write_profile(
     seconds. An existing name is written again, as the next version, only where `overwrite` says so; the observations
     under the version before stay in the new record as what it replaces. Raises ValueError for a name that cannot be.
     """
-    if not re.fullmatch(r"[A-Za-z0-9]\w*", name):
-        raise ValueError(f"profile name {name!r} is not a file's name; use letters, digits and _")
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise ValueError(f"profile name {name!r} cannot be; use a letter, then letters, digits and _")
     path, before = folder / f"{name}.yaml", read_record(name, folder)
     if (path.exists() or before) and not overwrite:
         held = f"version {before['profile']['version']}" if before else "without a record"
-        raise ValueError(
-            f"{path} exists ({held}); ask to overwrite it, which makes the next version, or use another name"
-        )
+        raise ValueError(f"{path} exists ({held}); plan.overwrite=true makes the next version, or use another name")
     plan, whole = (prediction, None) if isinstance(prediction, ParallelPlan) else (prediction.plan, prediction)
     parallel = replace(
         config.parallel,

@@ -64,7 +64,11 @@ def memory_ledgers(ledgers: Sequence[Ledger]) -> list[dict[str, Any]]:
     """Bytes of each pipeline rank, by category and in total."""
     return [
         plain(one)
-        | {"kinds": one.kinds._asdict(), "states": one.states, "activations": round(one.activations)}
+        | {
+            "kinds": one.kinds._asdict(),
+            "states": one.states,
+            "activations": round(one.activations - one.kinds.context),
+        }
         | {"tensors": round(one.tensors), "total": round(one.total)}
         for one in ledgers
     ]

@@ -3,15 +3,16 @@
 Plans whose tensor axis leaves a node are ranked only where no other fits: their price stands on what the model knows
 least, small messages between nodes on every layer.
 
-Two passes. The first builds every plan with stages cut by cost, asks the memory ledger whether it fits and the closed
-forms of `parallel.step_time` how long a step takes. The second predicts the best of them whole, event by event, with
-the cut that `ParallelPlan.from_config` makes. Not here: what a prediction is (`parallel.prediction`).
+Two passes. The first builds every plan with stages cut by FLOPs, asks the memory ledger whether it fits and the closed
+forms of `parallel.step_time` how long a step takes. The second cuts the best of them by predicted seconds and predicts
+them whole, event by event. Not here: what a prediction is (`parallel.prediction`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import isqrt
 
 from conf.schema import Config, Order, ParallelConfig, Recompute, Schedule
 from parallel import memory, rules
@@ -23,7 +24,7 @@ from parallel.prediction import Prediction, predict_run, quick_step_s
 from parallel.sizes import sizes
 from parallel.software import HERE
 from parallel.stage_times import LayerTimes
-from parallel.stages import Load, balance, boundaries, fold
+from parallel.stages import LayerSeconds, Load, balance, boundaries, fold
 from parallel.topology import AXES, Topology
 
 SAME_TIME = 0.01  # plans whose times differ by less are ranked by memory: the prediction is no finer
@@ -111,16 +112,36 @@ def best(
     """The `count` fastest plans that fit, predicted whole; of plans as fast as another the smaller one first."""
     whole = []
     for candidate in found.ranked[: 2 * count]:
-        plan = ParallelPlan.from_config(candidate.config, world_size, device=device)
-        prediction = predict_run(candidate.config, plan, device=device)
+        config = _cut_by_seconds(candidate, world_size, device=device)
+        plan = ParallelPlan.from_config(config, world_size, device=device)
+        prediction = predict_run(config, plan, device=device)
         held = memory.worst(prediction.ledgers).total
         if limit_bytes is None or held <= limit_bytes:
-            whole.append((replace(candidate, plan=plan, memory_bytes=held, step_s=prediction.step_s), prediction))
+            whole.append((Candidate(config, plan, held, prediction.step_s), prediction))
     if not whole:
         return []
     fastest = min(candidate.step_s for candidate, _ in whole)
     whole.sort(key=lambda pair: (max(pair[0].step_s, fastest * (1 + SAME_TIME)), pair[0].memory_bytes))
     return whole[:count]
+
+
+def layer_seconds(config: Config, plan: ParallelPlan) -> LayerSeconds:
+    """Predicted forward and backward seconds of each kind of layer, for one micro-batch."""
+    rates = Rates.from_config(config.cluster, config.precision.dtype)
+    times = LayerTimes(config, plan, rates, Fabric.from_config(config.cluster, world_size=plan.world_size), HERE)
+    return LayerSeconds(*(kind.forward_s + kind.backward_s for kind in (times.embedding, times.block, times.head)))
+
+
+def _cut_by_seconds(candidate: Candidate, world_size: int, *, device: str) -> Config:
+    """The candidate's config with its stages written out, balanced by predicted seconds instead of FLOPs."""
+    config, pp = candidate.config, candidate.plan.pipeline_model_parallel_size
+    if pp == 1:
+        return config
+    seconds = layer_seconds(config, candidate.plan)
+    plan = ParallelPlan.from_config(config, world_size, device=device, layer_seconds=seconds)
+    last = config.model.num_layers + 1
+    blocks = [min(end, last) - max(first, 1) for first, end in plan.stage_layers]
+    return replace(config, parallel=replace(config.parallel, stages=blocks))
 
 
 def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Candidate]:
@@ -237,4 +258,5 @@ def _cut(config: Config, schedule: str, pp: int) -> tuple[tuple[int, int], ...] 
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

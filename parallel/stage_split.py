@@ -25,11 +25,11 @@ def loads(
     return timed(found, layer_seconds, head_on=0 if config.parallel.schedule.value == "dualpipev" else -1)
 
 
-def comparison(config: Config, plan: ParallelPlan) -> Comparison:
-    """The plan's split beside the uniform one, by what it was balanced by."""
+def comparison(config: Config, plan: ParallelPlan, seconds: LayerSeconds | None) -> Comparison:
+    """The plan's split beside the uniform one, by seconds of layers or, without, by FLOPs."""
     costs = loads(
         config, dp=plan.data_parallel_size, num_micro_batches=plan.num_micro_batches, device="cuda",
-        layer_seconds=plan.layer_seconds,
+        layer_seconds=seconds,
     )  # fmt: skip
     last = config.model.num_layers + 2
     counts = [
@@ -39,13 +39,18 @@ def comparison(config: Config, plan: ParallelPlan) -> Comparison:
     return compare_with_uniform(counts, costs)
 
 
-def describe(config: Config, plan: ParallelPlan) -> str:
-    """One line: what the stages were cut by, the slowest one, and the uniform split's. FLOPs: of the forward pass."""
-    found, seconds = comparison(config, plan), plan.layer_seconds
+def describe(config: Config, plan: ParallelPlan, *, predicted: LayerSeconds | None = None) -> str:
+    """One line: what the stages were cut by, the slowest one, and the uniform split's. FLOPs: of the forward pass.
+
+    predicted: seconds of layers to judge by where none were measured.
+    """
+    seconds = plan.layer_seconds or predicted
+    found = comparison(config, plan, seconds)
     by = "given by hand" if isinstance(config.parallel.stages, list) else "by predicted FLOPs"
     if seconds is not None:
-        by = f"by measured times (embedding {1e3 * seconds.embedding:.3g} ms, block {1e3 * seconds.block:.3g} ms, "
-        by += f"norm, head and loss {1e3 * seconds.head:.3g} ms)"
+        kind = "predicted" if plan.layer_seconds is None else "measured"
+        ends = f"embedding {1e3 * seconds.embedding:.3g} ms, block {1e3 * seconds.block:.3g} ms"
+        by = f"by {kind} times ({ends}, norm, head and loss {1e3 * seconds.head:.3g} ms)"
     unit, scale = ("GFLOP", 1e-9) if seconds is None else ("ms", 1e-6)
     text = f"{by}: slowest stage {found.slowest * scale:.3g} {unit} a micro-batch"
     if found.counts == found.uniform:

@@ -2,6 +2,7 @@
 
 python recipes/calibrate.py                     the shipped calibrations on the rows their fits never saw
 python recipes/calibrate.py --runs MORE.csv     on other rows with the same columns
+python recipes/calibrate.py --with NAME         what one stack's calibration says of the other stacks' rows
 python recipes/calibrate.py --fit               fit again, on every other row of each stack; writes calibrations.json
 
 Errors are of TFLOP/s per GPU: |predicted / reported - 1|. The fit starts from data sheets and may leave them only as
@@ -84,6 +85,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=RUNS, help="a table of runs (default: the published ones)")
     parser.add_argument("--fit", action="store_true", help="fit again and write the calibrations")
+    parser.add_argument("--with", dest="one", metavar="NAME", help="judge every row by this calibration")
     parser.add_argument("--rows", action="store_true", help="print every row, predicted beside reported")
     options = parser.parse_args()
     try:
@@ -91,6 +93,10 @@ def main() -> int:
         if options.fit:
             write({stack.name: fit(of[::2], data_sheet(stack), limits(stack)) for stack, of in by_stack(runs)}, runs)
         calibrations = read_calibrations()
+        if options.one is not None:
+            if options.one not in calibrations:
+                raise ValueError(f"--with {options.one} is no calibration; use one of {', '.join(calibrations)}")
+            calibrations = dict.fromkeys(calibrations, calibrations[options.one])
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

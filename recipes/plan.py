@@ -28,7 +28,7 @@ from parallel.plan import ParallelPlan
 from parallel.prediction import Prediction, predict_run
 from parallel.profile import read_record, write_profile
 from parallel.promotion import standing
-from parallel.search import best, search
+from parallel.search import Candidate, best, layer_seconds, search
 from telemetry import plan_page as page
 from telemetry.run_folder import git_commit
 
@@ -43,7 +43,12 @@ def run(config: Config) -> int:
     print(page.header(config, world_size, limit_bytes=config.cluster.memory_per_device))
     for line in assumed:
         print(f"assumed  {line}; name it to change it")
-    problems = [*unwritable("plan.picture", config.plan.picture), *unwritable("plan.trace", config.plan.trace)]
+    problems = unwritable("plan.picture", config.plan.picture, ".png")
+    problems += unwritable("plan.trace", config.plan.trace, ".json")
+    if config.parallel.stages == "profile":
+        problems.append(
+            "parallel.stages=profile measures layers on ranks; leave it out here: stages are cut without it"
+        )
     if problems:
         return refuse(problems)
     try:
@@ -63,21 +68,31 @@ def run(config: Config) -> int:
             if names and named is None:
                 return refuse([f"plan.write={config.plan.write}: the named plan is refused, so that none is written"])
             write(*(named or chosen), device)
-    except ValueError as error:
+        if excess(config, chosen[1]) > 0:
+            return 1
+    except (ValueError, OSError) as error:
         return refuse(str(error).splitlines())
     return 0
 
 
-def unwritable(knob: str, name: str | None) -> list[str]:
+def unwritable(knob: str, name: str | None, suffix: str) -> list[str]:
     """Why a file cannot be made there."""
     if name is None:
         return []
     path = Path(name)
     if path.is_dir():
         return [f"{knob}={name} is a folder; name a file in it"]
+    if path.suffix != suffix:
+        return [f"{knob}={name} does not end in {suffix}; name a {suffix} file"]
     if not path.parent.is_dir():
         return [f"{knob}={name}: there is no folder {path.parent}; make it or choose another"]
     return [] if os.access(path.parent, os.W_OK) else [f"{knob}={name}: {path.parent} cannot be written to"]
+
+
+def excess(config: Config, prediction: Prediction) -> float:
+    """Bytes by which the worst rank exceeds a device; 0 where the device is not known."""
+    limit = config.cluster.memory_per_device
+    return 0 if limit is None else memory.worst(prediction.ledgers).total - limit
 
 
 def device_of(config: Config) -> str:
@@ -109,13 +124,18 @@ def named_plan(config: Config, world_size: int, device: str) -> tuple[Config, Pr
     for line in (*plan.warnings, *placement.warnings(config, plan)):
         print(f"  warning: {line}")
     if limit is not None and memory.worst(ledgers).total > limit:
-        print("  does not fit:", *(f"    {line}" for line in advice(config, world_size, int(limit))), sep="\n")
+        print(
+            "  does not fit:",
+            *(f"    {line}" for line in advice(config, world_size, int(limit), device=device)),
+            sep="\n",
+        )
     try:
         prediction = predict_run(config, plan, device=device)
     except ValueError:
         print(f"\n{page.memory(ledgers, limit_bytes=limit)}\n")
         raise
-    print(f"  {prediction.step_s:.3f} s a step, {prediction.tokens_per_s:,.0f} tokens/s")
+    candidate = Candidate(config, plan, memory.worst(ledgers).total, prediction.step_s)
+    print(page.ranking([(candidate, prediction)]), *page.CONVENTIONS, sep="\n")
     return config, prediction
 
 
@@ -157,7 +177,7 @@ def details(config: Config, prediction: Prediction) -> None:
         parts += [page.communication(prediction), page.placement(prices)]
     parts.append(page.time(prediction))
     if plan.pipeline_model_parallel_size > 1:
-        parts.append(page.stages(prediction, stage_split.describe(config, plan)))
+        parts.append(page.stages(prediction, stage_split.describe(config, plan, predicted=layer_seconds(config, plan))))
     print("\n\n".join(parts))
     if config.plan.picture is not None:
         from telemetry.schedule_plot import plot_timeline
@@ -174,16 +194,17 @@ def details(config: Config, prediction: Prediction) -> None:
 def write(config: Config, prediction: Prediction, device: str) -> None:
     name, limit = config.plan.write, config.cluster.memory_per_device
     assert name is not None
-    held = memory.worst(prediction.ledgers).total
-    if limit is not None and held > limit:
-        raise ValueError(
-            f"plan.write={name}: the plan needs {page.size(held)} of {page.size(limit)}; it is not written"
-        )
+    if limit is not None and excess(config, prediction) > 0:
+        raise ValueError(f"plan.write={name}: the plan does not fit {page.size(limit)}; it is not written")
     path = write_profile(
         name, config, prediction, ROOT / "conf" / "parallel", overwrite=config.plan.overwrite, device=device,
         git_commit=git_commit(),
     )  # fmt: skip
-    print(f"\nwrote {path.relative_to(ROOT)} and its record (predicted only): use parallel={name}")
+    plan = prediction.plan
+    words = f"parallel={name} zero=stage{plan.zero_stage} precision={config.precision.dtype.value}"
+    words += f" data.sequence_length={config.data.sequence_length} train.micro_batch_size={plan.micro_batch_size}"
+    words += f" train.global_batch_size={plan.global_batch_size}"
+    print(f"\nwrote {path.relative_to(ROOT)} and its record (predicted only); it was predicted with\n  {words}")
 
 
 def dry_run(config: Config, world_size: int, device: str) -> int:

@@ -77,13 +77,17 @@ def reason(better: tuple[Candidate, Prediction], other: tuple[Candidate, Predict
     (first, fast), (second, slow) = better, other
     gain = slow.step_s - fast.step_s
     differences = {what: slow.seconds[what] - fast.seconds[what] for what in fast.seconds}
-    largest = sorted(differences, key=lambda what: abs(differences[what]), reverse=True)[:2]
-    parts = [f"{abs(differences[what]):.3f} s {'less' if differences[what] > 0 else 'more'} {what}" for what in largest]
     saved = second.memory_bytes - first.memory_bytes
     memory = f"{size(abs(saved))} {'less' if saved > 0 else 'more'} memory"
-    if abs(gain) <= 0.01 * fast.step_s:
+    if abs(gain) <= 0.01 * fast.step_s and saved > 0:
         return f"as fast within 1 %, {memory}"
-    return f"{gain / slow.step_s:.1%} faster: {', '.join(parts)}; {memory}"
+    largest = sorted(differences, key=lambda what: abs(differences[what]), reverse=True)[:3]
+    parts = [
+        f"{abs(differences[what]):.3f} s {'less' if differences[what] > 0 else 'more'} {what}"
+        for what in largest
+        if abs(differences[what]) > 1e-3 * fast.step_s
+    ]
+    return f"{gain / slow.step_s:.1%} faster: {', '.join(parts) or 'by little of each'}; {memory}"
 
 
 def found(search: Search) -> str:
@@ -119,7 +123,9 @@ def memory(ledgers: Sequence[Ledger], *, limit_bytes: float | None) -> str:
     rows.append(("total", *(size(ledgers[rank].total) for rank in chosen)))
     limit = "" if limit_bytes is None else f", {worst(ledgers).total / limit_bytes:.0%} of {size(limit_bytes)}"
     head = f"memory of a rank by pipeline rank; the worst is {worst(ledgers).pp_rank}{limit}:\n"
-    return head + table(("bytes", *(f"pp rank {rank}" for rank in chosen)), rows)
+    host = max(ledger.host for ledger in ledgers)
+    offloaded = f"\noffloaded to the host's memory: {size(host)} a rank" if host else ""
+    return head + table(("bytes", *(f"pp rank {rank}" for rank in chosen)), rows) + offloaded
 
 
 def communication(prediction: Prediction) -> str:

@@ -71,7 +71,7 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
         f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage},"
         f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
         f"profile   {profile}",
-        f"stages    {stages} layers (embedding, blocks, norm and head), bubble predicted {plan.bubble:.0%}",
+        f"stages    {stages} layers (embedding, blocks, norm and head), bubble {plan.bubble:.0%} by (P-1)/(M+P-1)",
         *([f"          {stage_split.describe(config, plan)}"] if plan.pipeline_model_parallel_size > 1 else []),
         f"batch     {batches}, {config.data.sequence_length} tokens each",
         f"device    {plan.world_size} x {device_name}",

@@ -101,7 +101,8 @@ def _run(row: dict[str, str]) -> PublishedRun:
         raise ValueError(f"{world} GPUs are not tp {tp} x pp {pp} x dp {dp}")
     if not tp * pp * dp:
         raise ValueError(f"tp {tp}, pp {pp} and dp {dp} must be positive")
-    global_batch = _number(row, "gbs", _number(row, "mbs", 0) * dp or None)  # a rate alone: of one micro-batch
+    # A rate of one replica that states no batch is that of one micro-batch.
+    global_batch = _number(row, "gbs", (_number(row, "mbs", 0) or None) if dp == 1 else None)
     micro_batch = _number(row, "mbs", global_batch // dp if stack.accumulates_not else 1)
     if global_batch % (micro_batch * dp):
         raise ValueError(f"global batch {global_batch} is no multiple of micro-batch {micro_batch} x dp {dp}")

@@ -112,7 +112,7 @@ def test_bf16_stays_within_rounding_of_the_fp32_curve(case: Case) -> None:
     independent errors grow with the root, so a logit is off by about u sqrt(n) = 2^-9 sqrt(20) = 0.009 of its size.
     A loss moves by at most twice the largest logit error; logits of this model stay below 2: 0.035 absolute.
     """
-    base = {"schedule": "1f1b", "recompute": "none", "family": "llama", "tied": False}
+    base = {"schedule": "1f1b", "recompute": "none", "family": "llama", "tied": False, "order": "pipe_data_tensor"}
     config = config_of(base | case, precision__dtype=DType.bf16)
     reference = reference_run(config)
     bound = 2 * 2.0 * 2**-9 * math.sqrt(4 * config.model.num_layers + 4)

@@ -67,7 +67,7 @@ def test_a_record_beside_a_profile_is_no_option_of_the_command_line(tmp_path):
 def test_writing_again_needs_to_be_asked_and_makes_the_next_version_that_knows_what_it_replaces(tmp_path):
     config = tiny()
     write_profile("mine", config, plan_of(config), tmp_path, device="cpu")
-    with pytest.raises(ValueError, match=r"mine.yaml exists \(version 1\); ask to overwrite"):
+    with pytest.raises(ValueError, match=r"mine.yaml exists \(version 1\); plan.overwrite=true"):
         write_profile("mine", config, plan_of(config), tmp_path, device="cpu")
     record = read_record("mine", tmp_path)
     record["observations"].append({"step_s": 1.0})
@@ -80,14 +80,14 @@ def test_writing_again_needs_to_be_asked_and_makes_the_next_version_that_knows_w
     assert after["replaces"] == {"profile": record["profile"], "observations": [{"step_s": 1.0}]}
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a-b", "a b", ".hidden", "x.yaml"])
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a-b", "a b", ".hidden", "x.yaml", "8", "1e3"])
 def test_a_name_that_is_no_files_name_is_one_line(name, tmp_path):
-    with pytest.raises(ValueError, match=r"is not a file.s name; use letters, digits and _$"):
+    with pytest.raises(ValueError, match=r"cannot be; use a letter, then letters, digits and _$"):
         write_profile(name, tiny(), plan_of(tiny()), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["on", "Null", "8", "1e3", "0x10", "tp8"])
+@pytest.mark.parametrize("name", ["on", "Null", "y", "tp8"])
 def test_a_name_that_yaml_would_read_as_something_else_stays_a_name(name, tmp_path):
     path = write_profile(name, tiny(), plan_of(tiny()), tmp_path, device="cpu")
     assert yaml.safe_load(path.read_text())["name"] == name
