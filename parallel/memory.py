@@ -10,11 +10,13 @@ and a share lost between the allocator's blocks. Not here: what would make a pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from conf.schema import Config, DType
 from parallel.activations import INT64, Kinds, MicroBatch, micro_batch
 from parallel.hardware import device_kind
+from parallel.instructions import rank_of
 from parallel.ledger import Ledger
 from parallel.plan import ParallelPlan
 from parallel.states import (
@@ -94,7 +96,7 @@ def stage_parameters(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
 def stage_tensors(config: Config, plan: ParallelPlan, pp_rank: int) -> Tensors:
     """Values of each parameter that one rank of a stage holds."""
     tp = plan.tensor_model_parallel_size
-    halves = [_half(plan, stage, config.model.num_layers) for stage in plan.stages_of(pp_rank)]
+    halves = [_half(plan.stage_layers[stage], config.model.num_layers) for stage in plan.stages_of(pp_rank)]
     ends = end_tensors(
         config.model,
         tp=tp,
@@ -113,9 +115,20 @@ class _Half(NamedTuple):
     last: bool
 
 
-def _half(plan: ParallelPlan, stage: int, num_layers: int) -> _Half:
-    low, high = plan.stage_layers[stage]
+def _half(span: tuple[int, int], num_layers: int) -> _Half:
+    low, high = span
     return _Half(min(high, num_layers + 1) - max(low, 1), low == 0, high == num_layers + 3)
+
+
+@lru_cache(maxsize=1024)  # a search asks again and again for the same cuts
+def _halves(
+    stage_layers: tuple[tuple[int, int], ...], schedule: str, ranks: int, num_layers: int
+) -> tuple[tuple[_Half, ...], ...]:
+    """What each pipeline rank holds."""
+    held: list[list[_Half]] = [[] for _ in range(ranks)]
+    for stage, span in enumerate(stage_layers):
+        held[rank_of(schedule, stage, ranks=ranks)].append(_half(span, num_layers))
+    return tuple(map(tuple, held))
 
 
 class _Stages:
@@ -139,8 +152,8 @@ class _Stages:
         self.positions = 0
         if config.data.mask_documents:
             self.positions = config.train.micro_batch_size * config.data.sequence_length * INT64
-        layers, ranks = config.model.num_layers, range(plan.pipeline_model_parallel_size)
-        self.halves = [tuple(_half(plan, stage, layers) for stage in plan.stages_of(rank)) for rank in ranks]
+        layers = config.model.num_layers
+        self.halves = _halves(plan.stage_layers, plan.schedule, plan.pipeline_model_parallel_size, layers)
         # DeepSpeed allocates a bucket whole: no more than the largest stage can fill (engine.deepspeed_config).
         largest = max(self._values(halves)[0] for halves in set(self.halves))
         self.bucket = min(config.zero.bucket_size, largest) if plan.zero_stage else 0
