@@ -133,6 +133,12 @@ class ParallelPlan:
         return tuple(range(pp_rank, len(self.stage_layers), self.pipeline_model_parallel_size))
 
     @property
+    def blocks_per_stage(self) -> list[int]:
+        """The split as parallel.stages takes it: blocks of each (virtual) stage, in order."""
+        last = self.stage_layers[-1][1] - 2  # the final norm
+        return [min(end, last) - max(first, 1) for first, end in self.stage_layers]
+
+    @property
     def bubble(self) -> float:
         """Share of a step that a stage waits for others, by 1F1B's (P - 1) / (M + P - 1) (arXiv:2104.04473)."""
         idle = self.pipeline_model_parallel_size - 1

@@ -122,7 +122,7 @@ def write_profile(
         config.parallel,
         name=name,
         version=1 + before["profile"]["version"] if before else 1,
-        stages=blocks_per_stage(config, plan) if plan.pipeline_model_parallel_size > 1 else None,
+        stages=plan.blocks_per_stage if plan.pipeline_model_parallel_size > 1 else None,
     )
     pinned = replace(config, parallel=parallel)
     record = new_record(pinned, plan, whole, device=device, git_commit=git_commit)
@@ -144,12 +144,6 @@ def _beside(config: Config) -> str:
         f"{data.sequence_length}\n# train.micro_batch_size={train.micro_batch_size} "
         f"train.global_batch_size={train.global_batch_size}"
     )
-
-
-def blocks_per_stage(config: Config, plan: ParallelPlan) -> list[int]:
-    """The plan's split as parallel.stages takes it: blocks of each (virtual) stage, in order."""
-    last = config.model.num_layers + 1
-    return [min(end, last) - max(first, 1) for first, end in plan.stage_layers]
 
 
 def profile_yaml(parallel: ParallelConfig, *, comment: str) -> str:

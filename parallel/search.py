@@ -139,9 +139,7 @@ def _cut_by_seconds(candidate: Candidate, world_size: int, *, device: str) -> Co
         return config
     seconds = layer_seconds(config, candidate.plan)
     plan = ParallelPlan.from_config(config, world_size, device=device, layer_seconds=seconds)
-    last = config.model.num_layers + 1
-    blocks = [min(end, last) - max(first, 1) for first, end in plan.stage_layers]
-    return replace(config, parallel=replace(config.parallel, stages=blocks))
+    return replace(config, parallel=replace(config.parallel, stages=plan.blocks_per_stage))
 
 
 def _candidates(config: Config, world_size: int, *, device: str) -> Iterator[Candidate]:

@@ -68,15 +68,20 @@ class Comparison:
         return self.slowest_of_uniform / self.slowest
 
 
+def uniform(num_blocks: int, stages: int) -> tuple[int, ...]:
+    """By count alone: as even as can be, the first stages one more where it is not."""
+    each, more = divmod(num_blocks, stages)
+    return tuple(each + (stage < more) for stage in range(stages))
+
+
 def compare_with_uniform(counts: Sequence[int], loads: Sequence[Load]) -> Comparison:
     """A split by cost beside the split by count: as even as it can be, the first ranks one more where it is not."""
-    each, more = divmod(sum(counts), len(counts))
-    uniform = tuple(each + (rank < more) for rank in range(len(counts)))
+    even = uniform(sum(counts), len(counts))
 
     def slowest(split: Sequence[int]) -> int:
         return max(load.flops(n) for load, n in zip(loads, split, strict=True))
 
-    return Comparison(tuple(counts), slowest(counts), uniform, slowest(uniform))
+    return Comparison(tuple(counts), slowest(counts), even, slowest(even))
 
 
 def balance(num_blocks: int, loads: Sequence[Load], *, least: int = 1, memory_limit: int | None = None) -> list[int]:

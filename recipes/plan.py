@@ -2,10 +2,11 @@
 
     python recipes/plan.py model=llama_70b cluster=dgx_h100 cluster.nodes=8 train.global_batch_size=1024
     python recipes/plan.py model=gpt3_175b cluster=dgx_a100 cluster.nodes=64 parallel=tp8_pp8      how a named plan does
-    python recipes/plan.py model=llama_8b cluster=dgx_h100 --write llama_8b_h100x8       conf/parallel/ and its record
+    python recipes/plan.py model=llama_8b cluster=dgx_h100 --write my_plan               conf/parallel/ and its record
     python recipes/plan.py model=gpt3_175b cluster=dgx_h100 cluster.nodes=128 parallel=tp8_pp8 dry_run=517
 
-Where a cluster is named, precision is that of its rates and the sequence the model's longest, unless these are named.
+Where a cluster is named, precision is that of its rates and the sequence the model's longest up to 8192 tokens, unless
+these are named.
 """
 
 from __future__ import annotations

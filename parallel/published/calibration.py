@@ -7,7 +7,7 @@ rows. Rates and links have the meaning and units of `conf.schema.RatesConfig` an
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from parallel.kernels import Rates
@@ -77,14 +77,11 @@ def read_calibrations() -> dict[str, Calibration]:
 def predicted_step_s(run: PublishedRun, calibration: Calibration) -> float:
     """Seconds of a step of a published run."""
     c = calibration
-    rates = Rates(
-        c.matrix_flops, c.operand_bandwidth, c.attention_flops, c.memory_bandwidth, c.kernel_s, c.micro_batch_s,
-        c.step_s, overlap=c.overlap,
-    )  # fmt: skip
+    rates = Rates(**{field.name: getattr(c, field.name) for field in fields(Rates)})
     intra, inter = (
         Link("NVLink", c.intra_bandwidth, c.intra_latency_s),
         Link("InfiniBand", c.inter_bandwidth, c.inter_latency_s),
     )
     fabric = Fabric(run.stack.per_node, intra, inter)
-    software = replace(run.software, unaligned_slowdown=c.unaligned_slowdown)
+    software = replace(run.stack.software, unaligned_slowdown=c.unaligned_slowdown)
     return quick_step_s(LayerTimes(run.config, run.plan, rates, fabric, software))

@@ -29,8 +29,7 @@ from conf.schema import (
 from parallel.flops import model_flops_per_token
 from parallel.plan import ParallelPlan, padded_vocab_size
 from parallel.published.stacks import STACKS, Stack
-from parallel.software import Software
-from parallel.stages import boundaries
+from parallel.stages import boundaries, uniform
 
 RUNS = Path(__file__).with_name("runs.csv")
 COLUMNS = (
@@ -56,10 +55,6 @@ class PublishedRun:
         tokens = self.plan.global_batch_size * self.config.data.sequence_length
         flops = tokens * model_flops_per_token(self.config.model, self.config.data.sequence_length)
         return flops / step_s / self.plan.world_size / 1e12
-
-    @property
-    def software(self) -> Software:
-        return self.stack.software
 
 
 @dataclass(frozen=True)
@@ -154,9 +149,8 @@ def _config(row: dict[str, str], stack: Stack, *, tp: int, pp: int, micro_batch:
 
 
 def _blocks(layers: int, stages: int, ends_count: bool) -> list[int]:
-    """As even as can be, the remainder first; `ends_count`: embedding and head count as a layer each."""
-    count = layers + 2 if ends_count else layers
-    blocks = [count // stages + (stage < count % stages) for stage in range(stages)]
+    """By count; `ends_count`: embedding and head count as a layer each."""
+    blocks = [*uniform(layers + 2 if ends_count else layers, stages)]
     if ends_count:
         blocks[0], blocks[-1] = blocks[0] - 1, blocks[-1] - 1
     return blocks

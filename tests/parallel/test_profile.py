@@ -20,7 +20,6 @@ from parallel.prediction import PLANNER_VERSION, predict_run
 from parallel.profile import (
     PREDICTED_ONLY,
     Profile,
-    blocks_per_stage,
     profile_hash,
     read_record,
     renewed,
@@ -43,7 +42,7 @@ def test_a_written_profile_composes_to_the_knobs_it_was_written_from_with_its_sp
     plan = plan_of(config)
     write_profile("mine", config, plan, tmp_path / "parallel", device="cpu")
     composed = compose_config(["parallel=mine"], config_dir=str(tmp_path)).parallel
-    assert composed.stages == blocks_per_stage(config, plan) and sum(composed.stages) == config.model.num_layers
+    assert composed.stages == plan.blocks_per_stage and sum(composed.stages) == config.model.num_layers
     assert composed == replace(config.parallel, name="mine", version=1, stages=composed.stages)
     record = read_record("mine", tmp_path / "parallel")
     assert record["profile"]["hash"] == profile_hash(composed) and record["status"] == PREDICTED_ONLY
