@@ -36,7 +36,7 @@ def test_a_heavy_head_is_measured_on_all_ranks_and_its_split_trains_the_same() -
     first, second = run_ranks(2, measured, config)
     assert first == second and min(first.embedding, first.block, first.head) > 0
     plan = ParallelPlan.from_config(config, 2, layer_seconds=first)
-    found = comparison(config, plan)
+    found = comparison(config, plan, plan.layer_seconds)
     assert (found.counts, found.uniform) == ((3, 1), (2, 2)) and found.gain > 1
     curves = []
     for stages in (list(found.counts), list(found.uniform), [1, 3]):
