@@ -14,9 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from conf.load import typed
+from conf.load import from_plain
 from conf.schema import Config
 from engine.ladder import read_run
 from parallel.plan import ParallelPlan
@@ -106,20 +104,16 @@ def _read(path: Path) -> dict[str, Any]:
     return kept
 
 
-def _config(kept: Mapping[str, Any]) -> Config:
-    return typed(OmegaConf.create(kept["config"]))
-
-
 def _as_profiled(kept: Mapping[str, Any], config: Config, plan: ParallelPlan) -> Config:
     """Model, batch, precision and cluster of the benchmark, split as the profile says, on as many ranks."""
-    written = _config(kept)
+    written = from_plain(kept["config"])
     zero = replace(written.zero, stage=config.zero.stage)
     return composed(replace(written, parallel=config.parallel, zero=zero), plan.world_size)
 
 
 def _contender(path: Path, kept: Mapping[str, Any], asked: ParallelPlan) -> str:
     """Ours whose plan is the one asked for, however the profile and the contender's name spell it."""
-    written, ours = _config(kept), [row for row in kept["contenders"] if row["name"].startswith(OURS)]
+    written, ours = from_plain(kept["config"]), [row for row in kept["contenders"] if row["name"].startswith(OURS)]
     for row in ours:
         split, _ = plan_config(row["name"].removeprefix(OURS), written)
         found = ParallelPlan.from_config(split, row["ranks"], device=kept["device_kind"])
