@@ -34,6 +34,7 @@ from conf import overrides
 from conf.help import page
 from conf.knobs import CONF, options
 from conf.load import ConfigError, range_problems, typed
+from conf.profile_windows import profile_problems
 from conf.schema import Config
 from parallel import placement, rules
 from parallel.hardware import device_kind
@@ -54,6 +55,7 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
         problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+        problems += profile_problems(config, world_size=world_size)
         if problems:
             raise ConfigError(problems)
         share_cores(device)

@@ -216,9 +216,18 @@ class WandbConfig:
     project: str = "transformer-training"  # project name
     entity: Optional[str] = None  # team or user; null: the account's default
     group: Optional[str] = None  # runs compared together; null: the experiment's name
+    job_type: Optional[str] = None  # what kind of run it is within its group; null: the recipe's name (pretrain)
     name: Optional[str] = None  # run name; null: experiment and plan
-    tags: list[str] = field(default_factory=list)  # labels (up to 64 characters each)
+    tags: list[str] = field(default_factory=list)  # labels (up to 64 characters each), beside plan, model, dtype, ...
     init_timeout_s: float = 30.0  # longest wait for the service, in seconds
+
+
+@dataclass
+class ProfileConfig:
+    """Steps that torch.profiler records, into traces/ of the run's folder."""
+
+    steps: Any = None  # 10, 10-12 or [10-12,20]: counted from 1, both ends included; null: none
+    ranks: Optional[list[int]] = None  # whose traces are kept; null: the first rank of each pipeline stage
 
 
 @dataclass
@@ -229,6 +238,8 @@ class TelemetryConfig:
     plot: bool = True  # write the loss curve as PNG at the end
     ranks_interval: int = 10  # steps between those in which all ranks tell what they measured; 0: none
     time_collectives: bool = True  # time each axis's collectives in the second step, one by one
+    tensorboard: bool = False  # write TensorBoard's event files too, into tensorboard/ of the run's folder
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
