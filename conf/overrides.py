@@ -104,6 +104,8 @@ def explain(error: BaseException) -> str:
     cause = error.__cause__
     full_key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key:")), None)
     head = lines[0] if lines else type(error).__name__
+    if head.startswith("Ambiguous value"):
+        head += ": write key=[a,b] for a list, or -m for one run of each"
     if cause is not None and full_key is None:
         return f"{head}: {explain(cause)}"
     if full_key is not None and not is_known(full_key):

@@ -3,7 +3,7 @@
 Every step is clocked by the engine's instructions (two readings each). Every `telemetry.ranks_interval` steps the
 collectives are timed where they stand too, and all ranks tell each other what they saw, over the host's network. Not
 here: the first steps beside the prediction (`engine.first_steps`), and the names that sinks see (`telemetry.report`,
-`telemetry.ranks`).
+`telemetry.ranks`). Where asked, windows of steps are profiled (`engine.profile_window`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.collective_times import CollectiveTimes
 from engine.distributed import gather
 from engine.first_steps import LAST, FirstSteps
 from engine.instruction_clock import COMPUTES, RECOMPUTES, WAITS, InstructionClock
+from engine.profile_window import ProfileWindow
 from engine.session import Session
 from engine.step import Trainer
 from telemetry.ranks import CollectiveReport, RankReport, RanksReport
@@ -28,9 +29,10 @@ class Meters:
     """watch(trainer) around each step, see(report) after it; on all ranks alike. ledger: predicted bytes a stage."""
 
     def __init__(
-        self, session: Session, first: FirstSteps, *, interval: int, memory_before: int, ledger: Sequence[int]
-    ) -> None:
-        self.session, self.first, self.interval = session, first, interval
+        self, session: Session, first: FirstSteps, *, interval: int, memory_before: int, ledger: Sequence[int],
+        profile: ProfileWindow,
+    ) -> None:  # fmt: skip
+        self.session, self.first, self.interval, self.profile = session, first, interval, profile
         self.memory_before, self.ledger = memory_before, ledger
         self.step = 0
         self.clock: InstructionClock | None = None
@@ -40,6 +42,7 @@ class Meters:
     def watch(self, trainer: Trainer, step: int) -> Iterator[None]:
         self.clock, self.times, self.step = trainer.clock, None, step
         with ExitStack() as stack:
+            stack.enter_context(self.profile.watch(trainer, step))
             stack.enter_context(self.first.watch(trainer))
             if self._samples():
                 session = self.session
@@ -65,8 +68,9 @@ class Meters:
             own = _of_this_rank(self.session, self.clock, self.times, report.step_time_s, self.memory_before, alone)
             ranks = RanksReport(gather(own, group=self.session.control), self.ledger)
         return replace(
-            report, instructions=self.clock.totals, ranks=ranks, telemetry_time_s=time.perf_counter() - start
-        )
+            report, instructions=self.clock.totals, ranks=ranks, profiled=self.profile.end(report.step),
+            telemetry_time_s=time.perf_counter() - start,
+        )  # fmt: skip
 
 
 def _of_this_rank(

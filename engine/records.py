@@ -10,12 +10,14 @@ from pathlib import Path
 from types import TracebackType
 
 from conf.load import fingerprint, to_plain
+from conf.profile_windows import profile_windows
 from engine.deepspeed_config import deepspeed_config
 from engine.device import matmul_rate
 from engine.distributed import gather
 from engine.expected import Expected, expect
 from engine.first_steps import FirstSteps
 from engine.meters import Meters
+from engine.profile_window import ProfileWindow
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
@@ -26,6 +28,7 @@ from telemetry.run_folder import identity, write_json, write_start
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
 from telemetry.timeline import Timeline
+from telemetry.trace_overlap import Profiled
 from telemetry.wandb_sink import open_wandb
 
 
@@ -66,10 +69,12 @@ class RunRecords:
         self.first_steps = FirstSteps(
             session, collectives=config.telemetry.time_collectives, memory_before=self.memory_before
         )
+        profile = config.telemetry.profile
         ledger = [] if self.expected is None else [one["total"] for one in self.expected.predicted["memory"]]
         self.meters = Meters(
             session, self.first_steps, interval=config.telemetry.ranks_interval, memory_before=self.memory_before,
             ledger=ledger,
+            profile=ProfileWindow(session, profile_windows(profile.steps), profile.ranks),
         )  # fmt: skip
         return self
 
@@ -114,8 +119,17 @@ class RunRecords:
         """Called on all ranks alike."""
         self.outcome.add(report)
         self.sinks.write(report)
+        if isinstance(report, StepReport) and report.profiled is not None:
+            self._note_profile(report.profiled)
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
+
+    def _note_profile(self, profiled: Profiled) -> None:
+        message = f"profiled {profiled.steps}: {', '.join(profiled.paths.values())}"
+        if profiled.overlap_share is not None:
+            message += f"; {profiled.overlap_share:.0%} of communication beside computation"
+        message = "; ".join([message, *profiled.reasons])
+        self.timeline.add("profiled", step=profiled.last_step, message=message, **dataclasses.asdict(profiled))
 
     def _compare(self) -> None:
         """Print and keep what was predicted beside what the first steps took. Called on all ranks alike."""

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from telemetry.ranks import RanksReport
+from telemetry.trace_overlap import Profiled
 
 AXES = ("step", "tokens", "flops", "hours")
-ASIDE = (*AXES, "train_iters", "instructions", "ranks")
+ASIDE = (*AXES, "train_iters", "instructions", "ranks", "profiled")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class StepReport:
     telemetry_time_s: float = 0.0  # after the step, for reading what was measured
     instructions: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0 by the engine's instruction
     ranks: RanksReport | None = None  # what all ranks saw, where they told
+    profiled: Profiled | None = None  # where this was the last step of a profiled window
 
     @property
     def data_share(self) -> float:
@@ -78,4 +80,6 @@ def as_metrics(report: StepReport | EvaluationReport) -> dict[str, Any]:
         found["train/data_share"] = report.data_share
         found |= {f"instruction/{name}_s": seconds for name, seconds in report.instructions.items()}
         found |= report.ranks.as_metrics() if report.ranks is not None else {}
+        if report.profiled is not None and report.profiled.overlap_share is not None:
+            found["communication/overlap_share"] = report.profiled.overlap_share
     return found
