@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from conf.schema import Config
@@ -24,7 +25,7 @@ def profile_windows(steps: Any) -> tuple[Window, ...]:
         return ()
     items = steps if isinstance(steps, list) else str(steps).split(",")
     windows = sorted(_window(str(item).strip()) for item in items)
-    for (_, last), (first, _) in zip(windows, windows[1:], strict=False):
+    for (_, last), (first, _) in pairwise(windows):
         if first <= last:
             raise ValueError(f"step {first} is in two of them; give each step once")
     return tuple(windows)

@@ -17,6 +17,7 @@ from parallel.prediction import Prediction, predict_run
 from parallel.profile import Profile, read_record
 from parallel.promotion import standing
 from parallel.record import conditions, plain, predicted, software
+from parallel.timeline import Timeline
 from telemetry.prediction_table import Comparison, RankMeasurement, StepMeasurement
 
 PROFILES = CONF / "parallel"
@@ -24,13 +25,14 @@ PROFILES = CONF / "parallel"
 
 @dataclass(frozen=True)
 class Expected:
-    """predicted: as `parallel.profile.predicted` has it; reason: why no time is."""
+    """predicted: as `parallel.profile.predicted` has it; timeline: the schedule of a step; reason: why no time is."""
 
     profile: Profile
     standing: str
     predicted: Mapping[str, Any]
     reason: str | None
     about: Mapping[str, Any]
+    timeline: Timeline | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
             "software": software(),
             "memory_limit": limit,
         },
+        timeline=None if whole is None else whole.timeline,
     )
 
 

@@ -31,7 +31,7 @@ class ProfileWindow:
     """watch(trainer, step) around each step, end(step) after it: on all ranks alike."""
 
     def __init__(self, session: Session, windows: Sequence[Window], ranks: Sequence[int] | None) -> None:
-        pp, dp, tp = session.plan.coordinate(session.rank)
+        _, dp, tp = session.plan.coordinate(session.rank)
         self.session, self.windows = session, windows
         self.is_profiled = session.rank in ranks if ranks is not None else dp == tp == 0
         self._profiler: profile | None = None

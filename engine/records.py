@@ -5,12 +5,15 @@ closing page.
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from conf.load import fingerprint, to_plain
 from conf.profile_windows import profile_windows
+from engine.checkpoint_folder import MANIFEST, checkpoint_path
 from engine.deepspeed_config import deepspeed_config
 from engine.device import matmul_rate
 from engine.distributed import gather
@@ -25,8 +28,10 @@ from telemetry.plot import plot_losses
 from telemetry.redact import redacted
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.run_folder import identity, write_json, write_start
+from telemetry.schedule_plot import plot_timeline
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
+from telemetry.tensorboard_sink import open_tensorboard
 from telemetry.timeline import Timeline
 from telemetry.trace_overlap import Profiled
 from telemetry.wandb_sink import open_wandb
@@ -65,6 +70,7 @@ class RunRecords:
             announce(describe_plan(config, plan, parameters=parameters, device_name=name, profile=expected.line()))
             self._write_identity(expected)
             self.sinks = Sinks(self._open_sinks(expected))
+            self.timeline.listener = self._hear
         self.memory_before = session.device.memory_bytes()
         self.first_steps = FirstSteps(
             session, collectives=config.telemetry.time_collectives, memory_before=self.memory_before
@@ -105,9 +111,17 @@ class RunRecords:
             experiment=config.run.experiment,
             default_name=f"{config.run.experiment}-{self.session.plan.label}",
             config=redacted(to_plain(config) | {"profile": expected.identity}),
+            tags=self._tags(expected),
         )
         self.wandb_on = online is not None
-        return [*sinks, online] if online is not None else sinks
+        board = open_tensorboard(self.folder / "tensorboard") if config.telemetry.tensorboard else None
+        return [*sinks, *(sink for sink in (online, board) if sink is not None)]
+
+    def _tags(self, expected: Expected) -> list[str]:
+        """What runs are told apart by; of the standing what comes before its reasons."""
+        config, plan = self.session.config, self.session.plan
+        of_plan = [plan.label.rpartition("_")[0], f"zero{plan.zero_stage}", plan.schedule]
+        return [*of_plan, config.model.name, config.precision.dtype.value, expected.standing.split(":")[0]]
 
     def _predicted(self) -> list[int]:
         """Bytes of each rank, from the plan."""
@@ -161,6 +175,7 @@ class RunRecords:
             files["curve"] = self.folder / "loss.png"
             plot_losses(files["metrics"], files["curve"])
             self.sinks.write_image("loss_curve", files["curve"])
+            self._draw_schedule(files)
         if self.wandb_on:
             files["wandb"] = self.folder / "wandb"
         # On a CPU the process holds libraries and allocator slack too: what its tensors hold stands in prediction.json.
@@ -170,6 +185,21 @@ class RunRecords:
         summary = self.outcome.as_summary()
         write_json(self.folder / "complete.json", summary)
         self.timeline.add("end", step=self.session.config.train.train_iters, outcome="complete", **summary)
+
+    def _draw_schedule(self, files: dict[str, Path]) -> None:
+        """A step as it is predicted, where its times are."""
+        assert self.expected is not None
+        if self.expected.timeline is not None and self.session.plan.pipeline_model_parallel_size > 1:
+            files["schedule"] = self.folder / "schedule.png"
+            plot_timeline(self.expected.timeline, files["schedule"])
+            self.sinks.write_image("predicted_schedule", files["schedule"])
+
+    def _hear(self, row: dict[str, Any]) -> None:
+        """Told of every event on rank 0."""
+        path = checkpoint_path(self.folder / "checkpoints", row["step"])
+        if row["event"] == "checkpoint" and (path / MANIFEST).is_file():  # else it was pruned meanwhile
+            checksum = json.loads((path / MANIFEST).read_text())["checksum"]
+            self.sinks.write_checkpoint(path, {"step": row["step"], "bytes": row["bytes"], "checksum": checksum})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

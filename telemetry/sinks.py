@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import utc_now
@@ -20,6 +20,13 @@ class Sink(Protocol):
     def write(self, report: Report) -> None: ...
     def write_image(self, name: str, path: Path) -> None: ...
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class CheckpointSink(Protocol):
+    """A sink that tells where checkpoints are; about: step, bytes, checksum of the manifest."""
+
+    def write_checkpoint(self, path: Path, about: Mapping[str, Any]) -> None: ...
 
 
 def rank_rows(report: Report) -> list[dict[str, Any]]:
@@ -110,12 +117,14 @@ def duration(seconds: float) -> str:
 class Sinks:
     """All sinks of a run, closed at the end of the `with` block and told whether it ended in an exception.
 
-    The first failure of each is reported on stderr and that sink is left out from then on. `summary` is what the
-    closing sinks store for the whole run.
+    The first failure of each is reported on stderr. A sink that cannot write reports is left out from then on; one that
+    cannot take an image or a checkpoint goes on with the rest. `summary` is what the closing sinks store for the whole
+    run.
     """
 
     def __init__(self, sinks: Sequence[Sink]):
         self.sinks = list(sinks)
+        self.warned: set[tuple[str, str]] = set()
         self.summary: dict[str, Any] = {}
 
     def __enter__(self) -> Sinks:
@@ -128,13 +137,22 @@ class Sinks:
         self._each("write", report)
 
     def write_image(self, name: str, path: Path) -> None:
-        self._each("write_image", name, path)
+        self._each("write_image", name, path, beside=True)
 
-    def _each(self, method: str, *arguments: Any, **named: Any) -> None:
-        for sink in list(self.sinks):
+    def write_checkpoint(self, path: Path, about: Mapping[str, Any]) -> None:
+        self._each("write_checkpoint", path, about, beside=True, kind=CheckpointSink)
+
+    def _each(self, method: str, *arguments: Any, beside: bool = False, kind: type = object, **named: Any) -> None:
+        """beside: the sink is kept where it fails."""
+        for sink in [sink for sink in self.sinks if isinstance(sink, kind)]:
             try:
                 getattr(sink, method)(*arguments, **named)
             except Exception as error:
-                self.sinks.remove(sink)
-                name = type(sink).__name__
-                print(f"warning: {name} failed and is off from here on: {error!r}", file=sys.stderr, flush=True)
+                name, what = type(sink).__name__, "failed and is off from here on"
+                if beside:
+                    what = f"cannot {method.replace('_', ' ')}, and goes on without"
+                else:
+                    self.sinks.remove(sink)
+                if (name, method) not in self.warned:
+                    print(f"warning: {name} {what}: {error!r}", file=sys.stderr, flush=True)
+                self.warned.add((name, method))

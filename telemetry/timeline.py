@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ class Timeline:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.listener: Callable[[dict[str, Any]], None] = lambda row: None  # told of every event
 
     def add(self, event: str, *, step: int, message: str | None = None, **details: Any) -> None:
         """event: start, resume, weights, evaluation, checkpoint, checkpoint failed, bad step, rollback, alert raised,
@@ -32,3 +34,4 @@ class Timeline:
                 file.write(json.dumps(redacted(row), default=str) + "\n")
         except OSError as error:  # a full or lost disk ends no training
             print(f"warning: {self.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+        self.listener(row)

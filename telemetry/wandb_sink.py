@@ -1,20 +1,31 @@
 """Weights & Biases on rank 0. The only home of wandb: without it, or without its service, training goes on.
 
-Names and x-axes are the same for every plan, so that runs compare out of the box: step (the default), tokens.
+Names and x-axes are the same for every plan, so that runs compare out of the box: over step (the default), or over
+tokens, flops or hours, which every row has. Offline runs hold the same; `wandb sync` sends them.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from conf.schema import WandbConfig, WandbMode
-from telemetry.report import EvaluationReport, StepReport, as_metrics
+from telemetry.redact import redacted
+from telemetry.report import AXES, EvaluationReport, StepReport, as_metrics
 
 LONGEST_TAG = 64  # characters; wandb refuses longer ones
 LONGEST_NAME = 128  # characters; the service refuses longer ones when an offline run is synced
+SUMMARIES = {  # what stands of a metric in the table of runs; of all others the last value
+    "train/loss": "min,last",
+    "validation/loss": "min,last",
+    "train/tokens_per_s": "max,last",
+    "train/mfu": "max,last",
+    "train/mfu_of_measured_rate": "max,last",
+}
 
 
 def shortened(text: str, longest: int, what: str) -> str:
@@ -30,10 +41,11 @@ class WandbSink:
 
     def __init__(self, run: Any):
         self.run = run
-        run.define_metric("step")
-        for prefix in ("train", "validation"):
-            run.define_metric(f"{prefix}/*", step_metric="step")
-        run.define_metric("validation/loss", summary="min,last", step_metric="step")
+        for axis in AXES:
+            run.define_metric(axis)
+        run.define_metric("*", step_metric="step")
+        for name, summary in SUMMARIES.items():
+            run.define_metric(name, step_metric="step", summary=summary)
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         self.run.log(as_metrics(report))
@@ -42,6 +54,15 @@ class WandbSink:
         import wandb
 
         self.run.log({name: wandb.Image(str(path))})
+
+    def write_checkpoint(self, path: Path, about: Mapping[str, Any]) -> None:
+        """An artifact that says where it is: no byte of it is read or sent. about["step"] becomes an alias."""
+        import wandb
+
+        name = re.sub(r"[^\w.-]", "-", f"{self.run.id}-checkpoint")[-LONGEST_NAME:]
+        artifact = wandb.Artifact(name, type="checkpoint", metadata=dict(about))
+        artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
+        self.run.log_artifact(artifact, aliases=[f"step-{about['step']}"])
 
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
@@ -52,12 +73,19 @@ class WandbSink:
 
 
 def open_wandb(
-    settings: WandbConfig, *, run_id: str, folder: Path, experiment: str, default_name: str, config: dict[str, Any]
+    settings: WandbConfig,
+    *,
+    run_id: str,
+    folder: Path,
+    experiment: str,
+    default_name: str,
+    config: dict[str, Any],
+    tags: Sequence[str] = (),
 ) -> WandbSink | None:
     """A sink for this run; None where wandb is disabled or cannot start, after one warning.
 
-    config: plain resolved containers. Online runs that cannot reach the service fall back to offline within
-    `init_timeout_s`.
+    config: plain resolved containers; tags: beside the user's. Online runs that cannot reach the service
+    fall back to offline within `init_timeout_s`.
     """
     if settings.mode is WandbMode.disabled:
         return None
@@ -66,9 +94,14 @@ def open_wandb(
     except ImportError as error:
         print(f"warning: wandb cannot be imported ({error}); metrics.jsonl has everything", file=sys.stderr)
         return None
-    name = shortened(settings.name or default_name, LONGEST_NAME, "name")
-    tags = [shortened(tag, LONGEST_TAG, "tag") for tag in settings.tags]
-    group = shortened(settings.group or experiment, LONGEST_NAME, "group")
+    shown = redacted(
+        {
+            "name": shortened(settings.name or default_name, LONGEST_NAME, "name"),
+            "group": shortened(settings.group or experiment, LONGEST_NAME, "group"),
+            "job_type": settings.job_type or Path(sys.argv[0]).stem,
+            "tags": list(dict.fromkeys(shortened(tag, LONGEST_TAG, "tag") for tag in (*tags, *settings.tags))),
+        }
+    )
     modes: list[Literal["online", "offline"]] = (
         ["online", "offline"] if settings.mode is WandbMode.online else ["offline"]
     )
@@ -83,11 +116,8 @@ def open_wandb(
                     dir=str(folder),
                     project=settings.project,
                     entity=settings.entity,
-                    group=group,
-                    name=name,
-                    tags=tags,
-                    job_type="train",
                     config=config,
+                    **shown,
                     settings=wandb.Settings(
                         silent=True, console="off", init_timeout=settings.init_timeout_s, x_disable_stats=True,
                         login_timeout=round(settings.init_timeout_s), disable_git=True, save_code=False,

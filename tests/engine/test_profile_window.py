@@ -1,4 +1,4 @@
-"""Profiled steps leave traces with the engine's instructions and collectives of exactly these steps; others, nothing."""
+"""Profiled steps leave traces with the instructions and collectives of exactly these steps; other steps leave none."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_instructions_stand_inside_their_step(tmp_path: Path) -> None:
 
 
 def test_a_window_that_a_rollback_cuts_short_is_recorded_when_it_comes_again(tmp_path: Path) -> None:
-    for left, seen in run_ranks(2, profiled_steps, tmp_path, [(2, 3)], [0], [1, 2, 1, 2, 3], timeout_s=180):
+    for left, _ in run_ranks(2, profiled_steps, tmp_path, [(2, 3)], [0], [1, 2, 1, 2, 3], timeout_s=180):
         assert list(left) == [3]
     [path] = (tmp_path / "traces").iterdir()
     assert names(path, "user_annotation")["OptimizerStep"] == 2
