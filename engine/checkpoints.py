@@ -53,6 +53,7 @@ from engine.session import Session, announce
 from engine.step import Trainer
 from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest
 from model.huggingface import huggingface_config
+from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json
 
 RANDOM_STATE_RULE = "reseeded each step from (seed, step, data rank, stage): nothing to store"
@@ -242,7 +243,7 @@ class Checkpoints:
             "random_state": RANDOM_STATE_RULE,
             "learning_rate": "a function of config, step and tokens: nothing to store",
             "loss_scale": loss_scale_state(self.trainer),
-            "config": to_plain(config),
+            "config": redacted(to_plain(config)),
             "config_fingerprint": fingerprint(config),
             "plan": dataclasses.asdict(self.session.plan),
             "git_commit": git_commit() if self.session.rank == 0 else None,

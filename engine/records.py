@@ -49,7 +49,6 @@ class RunRecords:
         self.memory_before = 0
         self.expected: Expected | None = None
         self.is_compared = False
-        self.wandb_on = False
 
     @property
     def folder(self) -> Path:
@@ -113,7 +112,6 @@ class RunRecords:
             config=redacted(to_plain(config) | {"profile": expected.identity}),
             tags=self._tags(expected),
         )
-        self.wandb_on = online is not None
         board = open_tensorboard(self.folder / "tensorboard") if config.telemetry.tensorboard else None
         return [*sinks, *(sink for sink in (online, board) if sink is not None)]
 
@@ -176,8 +174,9 @@ class RunRecords:
             plot_losses(files["metrics"], files["curve"])
             self.sinks.write_image("loss_curve", files["curve"])
             self._draw_schedule(files)
-        if self.wandb_on:
-            files["wandb"] = self.folder / "wandb"
+        for name in ("wandb", "tensorboard", "traces"):
+            if (self.folder / name).is_dir():
+                files[name] = self.folder / name
         # On a CPU the process holds libraries and allocator slack too: what its tensors hold stands in prediction.json.
         memory = memory_table(self._predicted(), measured) if self.session.device.kind == "cuda" else None
         self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}

@@ -27,6 +27,7 @@ from engine.session import announce
 from engine.storage import weight_map
 from model.huggingface import differences_from
 from parallel.sizes import parameter_count
+from telemetry.redact import redacted
 from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path, write_json
 from telemetry.tables import size
 from telemetry.timeline import Timeline
@@ -191,7 +192,7 @@ def _checked(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any
         return []
     theirs, ours = (
         {key: value for key, value in leaves(plain) if key.split(".")[0] not in ASIDE}
-        for plain in (saved, to_plain(config))
+        for plain in (saved, redacted(to_plain(config)))
     )
     return [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]
 
@@ -199,7 +200,7 @@ def _checked(config: Config, candidates: list[Path]) -> list[tuple[str, Any, Any
 def _is_same_kind(config: Config, candidates: list[Path]) -> bool:
     """Whether a run of these checkpoints is what this command would have started: same model, same first weights."""
     saved = _saved_config(candidates)
-    same_weights = saved is None or saved.get("initialize_from") == config.initialize_from
+    same_weights = saved is None or saved.get("initialize_from") == redacted(config.initialize_from)
     return same_weights and not _differences(config, candidates)
 
 

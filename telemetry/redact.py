@@ -49,7 +49,7 @@ def _walked(value: Any, known: list[str]) -> Any:
 
 def _known(environ: Mapping[str, str]) -> list[str]:
     """Longest first, so that no rest of one stays."""
-    found = {value for name, value in environ.items() if NAMES.search(name) and not value.startswith(("/", "~", "."))}
+    found = {value for name, value in environ.items() if NAMES.search(name) and not os.path.exists(value)}
     file = Path(environ.get("NETRC") or Path.home() / ".netrc")
     if file.is_file():
         with contextlib.suppress(netrc.NetrcParseError, OSError):  # nobody reads a key from it either

@@ -65,7 +65,7 @@ class WandbSink:
         self.run.log_artifact(artifact, aliases=[f"step-{about['step']}"])
 
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
-        self.run.summary.update(summary)
+        self.run.summary.update(redacted(summary))
         self.run.finish(exit_code=1 if failed else 0)
         import wandb
 
@@ -121,6 +121,7 @@ def open_wandb(
                     settings=wandb.Settings(
                         silent=True, console="off", init_timeout=settings.init_timeout_s, x_disable_stats=True,
                         login_timeout=round(settings.init_timeout_s), disable_git=True, save_code=False,
+                        x_disable_meta=True,  # the command line, as typed: run.json has it without secrets
                     ),
                 )  # fmt: skip
             return WandbSink(run)
