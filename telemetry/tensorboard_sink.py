@@ -28,7 +28,8 @@ class TensorBoardSink:
 
         self.Event, self.SessionLog, self.Summary = Event, SessionLog, Summary
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        number = len(list(folder.iterdir()))  # TensorBoard reads them in the order of their names
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
         self.file = (folder / name).open("wb", buffering=0)
         self.records = RecordWriter(self.file)
         self.last_step: int | None = None
