@@ -1,4 +1,4 @@
-"""An offline run as wandb's own reader has it: `wandb leet inspect`, which is wandb-core behind wandb's command line."""
+"""An offline run as wandb itself reads it: `wandb leet inspect`, which is wandb-core behind its command line."""
 
 from __future__ import annotations
 
