@@ -21,6 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from conf.profile_windows import Window
+from engine import last_state
 from engine.distributed import gather
 from engine.session import Session
 from engine.step import Trainer
@@ -78,6 +79,7 @@ class ProfileWindow:
     def _written(self) -> tuple[str | None, Overlap | str]:
         """Path of this rank's trace, relative to the run's folder, and what is counted in it, or why not."""
         assert self._profiler is not None and self.session.folder is not None
+        last_state.now("write the trace")
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         folder = self.session.folder / "traces"

@@ -1,4 +1,4 @@
-"""Whole runs and wandb, cases G1 to G5: one run and no more, nothing lost over a resume, no trouble of its becomes ours."""
+"""Whole runs and wandb, cases G1 to G5: one run and no more, nothing lost over a resume, no trouble becomes ours."""
 
 from __future__ import annotations
 

@@ -50,6 +50,27 @@ def test_a_failing_sink_warns_once_and_the_others_go_on(tmp_path: Path, capsys: 
     assert capsys.readouterr().err.count("warning") == 1
 
 
+class WithoutImages(ConsoleSink):
+    def write_image(self, name: str, path: Path) -> None:
+        raise OSError("disk full")
+
+    def write_checkpoint(self, path: Path, about: Any) -> None:
+        raise OSError("disk full")
+
+
+def test_a_sink_that_cannot_take_an_image_or_a_checkpoint_warns_once_of_each_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Sinks([WithoutImages(interval=1), JsonlSink(tmp_path / "metrics.jsonl")]) as sinks:
+        for step in (1, 2, 3):
+            sinks.write_image("curve", tmp_path / "curve.png")
+            sinks.write_checkpoint(tmp_path / "step-1", {"step": step})
+            sinks.write(report(step=step))
+    told = capsys.readouterr()
+    assert told.err.count("cannot write image") == told.err.count("cannot write checkpoint") == 1
+    assert told.err.count("warning") == 2 and told.out.count("loss") == 3
+
+
 def test_console_prints_the_first_the_last_and_every_nth_step(capsys: pytest.CaptureFixture[str]) -> None:
     sink = ConsoleSink(interval=10)
     for step in range(1, 26):
