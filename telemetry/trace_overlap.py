@@ -59,7 +59,7 @@ def overlap_in(trace: Path, *, rank: int) -> Overlap | str:
     """Or why it is not known. trace: a Chrome trace of torch.profiler, .json or .json.gz."""
     kernels, collectives = _gpu_events(trace)
     if not kernels:
-        return "the trace has no GPU kernels: communication and computation take turns on a CPU"
+        return "the trace has no GPU kernels, and overlap is counted in these"
     if not collectives:
         return f"rank {rank} ran no communication kernel"
     try:
