@@ -1,0 +1,123 @@
+"""What changed between runs: outcome and curves side by side, what differs, and where they part.
+
+    python recipes/compare.py runs/EXPERIMENT/ID_A runs/EXPERIMENT/ID_B     table, differences, one HTML file, pictures
+    python recipes/compare.py A/wandb/offline-run-... B                     from wandb's offline files where no more is left
+    python recipes/compare.py GOOD BAD --bisect --incident                  run again from checkpoints; a started record
+    python recipes/compare.py RUN --gate BASELINE                           for CI: exit code 1 where RUN is worse
+
+See docs/comparing.md. The files are written under comparison/, or where --out says; no run's folder is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from telemetry.compare import differences, gate, page
+from telemetry.compare.divergence import Tolerance, describe, divergence, event_line, events_before, tolerance_of
+from telemetry.compare.outcome import outcome_table
+from telemetry.compare.runs import Run, load_runs
+
+EXIT_FAILED, EXIT_REFUSED = 1, 2
+
+
+def main(words: Sequence[str]) -> int:
+    asked = parser().parse_args(words)
+    try:
+        return run(asked)
+    except (ValueError, OSError) as error:
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def run(asked: argparse.Namespace) -> int:
+    runs = load_runs(asked.runs)
+    tolerance = tolerance_of(runs, loss=asked.loss_tolerance, norm=asked.norm_tolerance)
+    if asked.gate is not None:
+        return judged(asked, runs)
+    print(outcome_table(runs))
+    for one in runs:
+        for note in one.notes:
+            print(f"note: {one.name}: {note}")
+    found = differences.differences(runs)
+    if len(runs) > 1:
+        print(f"\n{differences.text(found, [one.name for one in runs])}")
+    pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
+    for pair in pairs:
+        print(f"\n{parting(runs, pair)}")
+    report = page.Report(runs, tolerance, pairs, found)
+    out = asked.out or Path("comparison") / "+".join(one.name.replace(" ", "_") for one in runs) / "report.html"
+    page.write_page(report, out)
+    print(f"\nreport   {out}")
+    return 0
+
+
+def parting(runs: Sequence[Run], pair: page.Pair) -> str:
+    """Where a run leaves the first, and the events before it on both timelines."""
+    both = (runs[pair.first], runs[pair.second])
+    lines = [describe(pair.found, [one.name for one in both])]
+    for one, step in zip(both, pair.found.steps or (), strict=False):
+        events = [f"  {event_line(event)}" for event in events_before(one, step)]
+        lines += [f"before it in {one.name}:", *(events or ["  nothing on its timeline"])]
+    return "\n".join(lines)
+
+
+def judged(asked: argparse.Namespace, runs: Sequence[Run]) -> int:
+    """Each run against the baseline; 1 where one fails."""
+    code = 0
+    for one in runs:
+        named, baseline = load_runs([one.folder, asked.gate])
+        limits = gate.Limits(
+            tolerance_of([named, baseline], loss=asked.loss_tolerance, norm=asked.norm_tolerance),
+            steps=asked.parity_steps, memory=asked.memory_tolerance, utilisation=asked.utilisation_tolerance,
+            communication=asked.communication_tolerance,
+        )  # fmt: skip
+        verdict = gate.judge(named, baseline, limits)
+        print(verdict.text(named, baseline))
+        code = EXIT_FAILED if verdict.failures else code
+    return code
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a share; give 0 or more, 0.05 is 5 %")
+    return value
+
+
+def count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of steps; give 1 or more")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    found.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or wandb's offline-run-*")
+    found.add_argument("--out", type=Path, metavar="FILE.html", help="the report (comparison/<ids>/report.html)")
+    found.add_argument("--loss-tolerance", type=share, metavar="SHARE", help="of a loss, relative (by number format)")
+    found.add_argument("--norm-tolerance", type=share, metavar="SHARE", help="of a gradient norm, relative (likewise)")
+    judging = found.add_argument_group("gate")
+    judging.add_argument("--gate", type=Path, metavar="BASELINE", help="judge each RUN against this one")
+    defaults = gate.Limits(Tolerance((0, 0), (0, 0)))
+    judging.add_argument("--parity-steps", type=count, default=defaults.steps, help="steps compared (%(default)s)")
+    for name, what in (
+        ("memory", "peak memory above the baseline's"),
+        ("utilisation", "utilisation below the baseline's"),
+        ("communication", "seconds of collectives above the baseline's"),
+    ):
+        judging.add_argument(
+            f"--{name}-tolerance", type=share, default=getattr(defaults, name), metavar="SHARE",
+            help=f"{what} (%(default)s)",
+        )  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

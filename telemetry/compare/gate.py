@@ -1,0 +1,161 @@
+"""A run judged against a baseline, for the CI of people who change plans: parity, memory, utilisation, communication.
+
+The classes are judged in this order and one is reported at a time: memory or speed of a run that computes other
+numbers say nothing. What the baseline measured and the run did not fails; what the baseline did not measure is not
+judged, and said so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel.promotion import Failure, parity_failures
+from telemetry.compare.divergence import LOSS, NAMES, NORM, Tolerance, is_close
+from telemetry.compare.outcome import peak_bytes, typical
+from telemetry.compare.runs import Run
+from telemetry.tables import size
+
+CLASSES = ("parity", "memory", "utilisation", "communication")
+UTILISATIONS = {  # the first that the baseline has
+    "train/mfu": "MFU",
+    "train/mfu_of_measured_rate": "MFU of the measured rate",
+    "train/model_flops_per_s_per_device": "model FLOP/s a device",
+    "train/tokens_per_s_per_device": "tokens/s a device",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """parity: of losses and norms over the first `steps` shared steps, over which rounding in another order stays
+    within it; the others: shares that memory and communication may be above and utilisation below the baseline's."""
+
+    parity: Tolerance
+    steps: int = 20
+    memory: float = 0.05
+    utilisation: float = 0.10
+    communication: float = 0.20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """failures: of the first class that has any; passed: the classes before it; unjudged: (class, why)."""
+
+    failures: Sequence[Failure]
+    passed: Sequence[str]
+    unjudged: Sequence[tuple[str, str]]
+
+    def text(self, run: Run, baseline: Run) -> str:
+        lines = [f"{kind}: {line}" for kind, line in self.unjudged]
+        lines = [f"gate {name}: within its tolerance" for name in self.passed] + [f"gate {line}" for line in lines]
+        if not self.failures:
+            return "\n".join([*lines, f"gate passed: {run.name} against {baseline.name}"])
+        kind = self.failures[0].kind
+        lines += [f"gate {kind} FAILED: {failure.line}" for failure in self.failures]
+        later = CLASSES[CLASSES.index(kind) + 1 :]
+        return "\n".join(lines + ([f"not judged until that is mended: {', '.join(later)}"] if later else []))
+
+
+class Unjudged(Exception):
+    """The baseline has nothing to judge a class by."""
+
+
+def judge(run: Run, baseline: Run, limits: Limits) -> Verdict:
+    """The first class that fails, with all its failures."""
+    passed: list[str] = []
+    unjudged: list[tuple[str, str]] = []
+    judges: Mapping[str, Callable[[Run, Run, Limits], list[Failure]]] = {
+        "parity": _parity, "memory": _memory, "utilisation": _utilisation, "communication": _communication
+    }  # fmt: skip
+    for kind in CLASSES:
+        try:
+            failures = judges[kind](run, baseline, limits)
+        except Unjudged as reason:
+            unjudged.append((kind, f"not judged: {reason}"))
+            continue
+        if failures:
+            return Verdict(failures, passed, unjudged)
+        passed.append(kind)
+    return Verdict([], passed, unjudged)
+
+
+def _parity(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
+    if run.tokens_per_step and baseline.tokens_per_step and run.tokens_per_step != baseline.tokens_per_step:
+        ours, theirs = ("/".join(f"{n:,}" for n in one.tokens_per_step) for one in (run, baseline))
+        line = f"a step has {ours} tokens and the baseline's {theirs}: other batches have no parity to judge"
+        return [Failure("run", "parity", f"{line}; keep train.global_batch_size and data.sequence_length")]
+    shared = sorted(run.steps.keys() & baseline.steps.keys())[: limits.steps]
+    failures = []
+    for name in (LOSS, NORM):
+        both = [step for step in shared if name in run.steps[step] and name in baseline.steps[step]]
+        ours, theirs = ({step: one.steps[step][name] for step in both} for one in (run, baseline))
+        agreed = [step for step in both if ours[step] != ours[step] and is_close(ours[step], theirs[step], 0.0)]
+        if agreed and len(agreed) == len(both):
+            line = f"no {NAMES[name]} of the first {len(both)} steps is a number in either run"
+            failures.append(Failure("run", "parity", line))
+            continue
+        for step in agreed:  # skipped alike: not a number in both
+            del ours[step], theirs[step]
+        relative, absolute = limits.parity.of(name)
+        found = parity_failures("run", ours, theirs, relative=relative, absolute=absolute)
+        failures += [
+            Failure(one.rung, one.kind, one.line.replace("the loss of", f"the {NAMES[name]} of")) for one in found
+        ]
+    return failures
+
+
+def _memory(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
+    ours, theirs = peak_bytes(run), peak_bytes(baseline)
+    if theirs is None:
+        raise Unjudged("the baseline has no peak memory")
+    if ours is None:
+        return [Failure("run", "memory", "the run has no peak memory, and the baseline has")]
+    most = (1 + limits.memory) * theirs
+    if ours <= most:
+        return []
+    line = f"{size(ours)} at its peak, {ours / theirs:.3f} x the baseline's {size(theirs)}; {size(most)} is allowed"
+    return [Failure("run", "memory", line)]
+
+
+def _utilisation(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
+    name = next((one for one in UTILISATIONS if typical(baseline, one) is not None), None)
+    if name is None:
+        raise Unjudged("the baseline has no rate of its steps")
+    ours, theirs, word = typical(run, name), typical(baseline, name), UTILISATIONS[name]
+    assert theirs is not None
+    if ours is None:
+        return [Failure("run", "utilisation", f"the run has no {word} ({name}), and the baseline has")]
+    least = (1 - limits.utilisation) * theirs
+    if ours >= least:
+        return []
+    line = f"{word} {ours:.4g}, {ours / theirs:.3f} x the baseline's {theirs:.4g}; {least:.4g} is the least allowed"
+    return [Failure("run", "utilisation", line)]
+
+
+def communication_seconds(run: Run) -> dict[str, float]:
+    """Axis -> seconds of one step, the medians of its operations summed."""
+    names = dict.fromkeys(name for row in run.steps.values() for name in row)
+    found: dict[str, float] = {}
+    for name in names:
+        parts = name.split("/")
+        if len(parts) == 4 and parts[0] == "communication" and parts[3] == "seconds":
+            found[parts[1]] = found.get(parts[1], 0.0) + (typical(run, name) or 0.0)
+    return found
+
+
+def _communication(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
+    """In total: another plan moves seconds between axes; the axes are named with it."""
+    ours, theirs = communication_seconds(run), communication_seconds(baseline)
+    if not theirs:
+        raise Unjudged("the baseline has no times of its collectives")
+    if not ours:
+        return [Failure("run", "communication", "the run has no times of its collectives, and the baseline has")]
+    total, least = sum(ours.values()), sum(theirs.values())
+    most = (1 + limits.communication) * least
+    if total <= most:
+        return []
+    axes = ", ".join(
+        f"{axis} {ours.get(axis, 0.0):.4g} s for {theirs.get(axis, 0.0):.4g} s" for axis in sorted({*ours, *theirs})
+    )
+    line = f"{total:.4g} s a step, {total / least:.2f} x the baseline's {least:.4g} s; {most:.4g} s is allowed ({axes})"
+    return [Failure("run", "communication", line)]
