@@ -1,9 +1,9 @@
 """What changed between runs: outcome and curves side by side, what differs, and where they part.
 
-    python recipes/compare.py runs/EXPERIMENT/ID_A runs/EXPERIMENT/ID_B     table, differences, one HTML file, pictures
-    python recipes/compare.py A/wandb/offline-run-... B                     from wandb's offline files where no more is left
-    python recipes/compare.py GOOD BAD --bisect --incident                  run again from checkpoints; a started record
-    python recipes/compare.py RUN --gate BASELINE                           for CI: exit code 1 where RUN is worse
+    python recipes/compare.py runs/EXPERIMENT/ID_A runs/EXPERIMENT/ID_B    table, differences, one HTML file, pictures
+    python recipes/compare.py A/wandb/offline-run-... B                    from wandb's files where no more is left
+    python recipes/compare.py GOOD BAD --bisect --incident                 replays from checkpoints; a started record
+    python recipes/compare.py RUN --gate BASELINE                          for CI: exit code 1 where RUN is worse
 
 See docs/comparing.md. The files are written under comparison/, or where --out says; no run's folder is changed.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from telemetry.compare import differences, gate, page
 from telemetry.compare.divergence import Tolerance, describe, divergence, event_line, events_before, tolerance_of
+from telemetry.compare.figures import write_pictures
+from telemetry.compare.incident import incident
 from telemetry.compare.outcome import outcome_table
 from telemetry.compare.runs import Run, load_runs
 
@@ -41,19 +44,55 @@ def run(asked: argparse.Namespace) -> int:
         return judged(asked, runs)
     print(outcome_table(runs))
     for one in runs:
-        for note in one.notes:
-            print(f"note: {one.name}: {note}")
+        print(*(f"note: {one.name}: {note}\n" for note in one.notes), sep="", end="")
     found = differences.differences(runs)
     if len(runs) > 1:
         print(f"\n{differences.text(found, [one.name for one in runs])}")
     pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
     for pair in pairs:
         print(f"\n{parting(runs, pair)}")
-    report = page.Report(runs, tolerance, pairs, found)
     out = asked.out or Path("comparison") / "+".join(one.name.replace(" ", "_") for one in runs) / "report.html"
-    page.write_page(report, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    extra, confirmed = [], None
+    if asked.bisect:
+        text, confirmed = bisected(asked, runs, pairs, tolerance)
+        extra.append(("Replays", text))
+    if asked.incident:
+        extra.append(("Incident", recorded(runs, pairs, confirmed, out.with_name("incident.md"))))
+    page.write_page(page.Report(runs, tolerance, pairs, found, extra), out)
+    marks = [runs[0].steps[pair.found.steps[0]]["step"] for pair in pairs if pair.found.steps is not None]
+    pictures = write_pictures(runs, out.parent, parts_at=min(marks, default=None))
     print(f"\nreport   {out}")
+    print(*(f"picture  {path}\n" for path in pictures), sep="", end="")
     return 0
+
+
+def bisected(
+    asked: argparse.Namespace, runs: Sequence[Run], pairs: Sequence[page.Pair], tolerance: Tolerance
+) -> tuple[str, str | None]:
+    """What the replays of the first and the last run showed, and the cause that they confirm."""
+    from engine.bisect import bisect
+    from engine.replay import Player
+
+    if not pairs:
+        raise ValueError("--bisect compares two runs; name a good one before the bad one")
+    with tempfile.TemporaryDirectory(prefix="bisect-") as folder, Player(Path(folder), asked.bisect_timeout) as play:
+        found = bisect(
+            runs[0], runs[-1], pairs[-1].found, tolerance, play, most_steps=asked.bisect_steps,
+            say=lambda line: print(line, flush=True),
+        )  # fmt: skip
+        text = "\n".join([found.text(), *play.notes])
+    print(f"\n{text}")
+    return text, found.confirmed
+
+
+def recorded(runs: Sequence[Run], pairs: Sequence[page.Pair], confirmed: str | None, path: Path) -> str:
+    """The started record of the last run, against the first; printed and kept beside the report."""
+    good, found = (runs[0], pairs[-1].found) if pairs else (None, None)
+    text = incident(good, runs[-1], found, confirmed=confirmed)
+    path.write_text(text)
+    print(f"\n{text}\nrecord   {path}")
+    return text
 
 
 def parting(runs: Sequence[Run], pair: page.Pair) -> str:
@@ -85,7 +124,7 @@ def judged(asked: argparse.Namespace, runs: Sequence[Run]) -> int:
 def share(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a share; give 0 or more, 0.05 is 5 %")
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give 0 or more (0.05 is five percent)")
     return value
 
 
@@ -103,6 +142,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--out", type=Path, metavar="FILE.html", help="the report (comparison/<ids>/report.html)")
     found.add_argument("--loss-tolerance", type=share, metavar="SHARE", help="of a loss, relative (by number format)")
     found.add_argument("--norm-tolerance", type=share, metavar="SHARE", help="of a gradient norm, relative (likewise)")
+    found.add_argument("--incident", action="store_true", help="start a record of what went wrong in the last RUN")
+    playing = found.add_argument_group("replays")
+    playing.add_argument("--bisect", action="store_true", help="play the first and the last RUN again where they part")
+    playing.add_argument("--bisect-steps", type=count, default=200, help="most steps of a replay (%(default)s)")
+    playing.add_argument(
+        "--bisect-timeout", type=share, default=1800.0, metavar="S", help="longest replay, in seconds (%(default)s)"
+    )
     judging = found.add_argument_group("gate")
     judging.add_argument("--gate", type=Path, metavar="BASELINE", help="judge each RUN against this one")
     defaults = gate.Limits(Tolerance((0, 0), (0, 0)))

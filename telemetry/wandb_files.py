@@ -64,10 +64,12 @@ def read_file(path: Path) -> WandbFile:
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
-    rows, config, summary = [], {}, {}
+    rows: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     run, code, torn = None, None, False
     for payload in payloads(path):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         try:
             record.ParseFromString(payload)
         except DecodeError:

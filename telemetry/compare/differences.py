@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from telemetry.compare.runs import Run, Start
@@ -69,7 +70,7 @@ def between(starts: Sequence[Start]) -> list[Difference]:
 
 def changes(run: Run) -> list[tuple[Start, list[Difference]]]:
     """Of each later start of a run what it changed against the one before, labels left out."""
-    pairs = zip(run.starts, run.starts[1:], strict=False)
+    pairs = pairwise(run.starts)
     found = [(after, [one for one in between([before, after]) if one.kind != "label"]) for before, after in pairs]
     return [(start, changed) for start, changed in found if changed]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.promotion import loss_bounds
-from telemetry.compare.runs import Row, Run
+from telemetry.compare.runs import Row, Run, same_batches
+from telemetry.tables import size
 
 NORM_16_BIT = 0.1  # relative, as tests/engine/test_parity.py allows a gradient norm in bf16
 LOSS, NORM = "train/loss", "train/grad_norm"
@@ -41,7 +42,8 @@ class Tolerance:
 @dataclass(frozen=True)
 class Divergence:
     """axis: step or tokens; metric, place, values, allowed: of the first that part, None where nothing does; agreed:
-    the last place before it; shared: places that both have; note: what the reader must know of the comparison."""
+    the last place before it; for_good: the first place from which on all part; shared: places that both have; note:
+    what the reader must know of the comparison."""
 
     axis: str
     shared: Sequence[int]
@@ -52,6 +54,7 @@ class Divergence:
     allowed: float | None = None
     agreed: int | None = None
     note: str | None = None
+    for_good: int | None = None
 
 
 def tolerance_of(runs: Sequence[Run], *, loss: float | None = None, norm: float | None = None) -> Tolerance:
@@ -70,10 +73,7 @@ def _by_format(config: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
 
 def divergence(first: Run, second: Run, tolerance: Tolerance) -> Divergence:
     """Of two runs' steps as they count."""
-    same_batch = first.tokens_per_step == second.tokens_per_step or not (
-        first.tokens_per_step and second.tokens_per_step
-    )
-    if same_batch:
+    if same_batches(first, second):
         return _first_apart("step", _by_step(first), _by_step(second), tolerance)
     batches = " and ".join("/".join(f"{n:,}" for n in run.tokens_per_step) for run in (first, second))
     note = f"steps of {batches} tokens: compared at equal tokens, where other batches were seen"
@@ -97,17 +97,23 @@ def _first_apart(
     note: str | None = None,
 ) -> Divergence:
     shared = sorted(first.keys() & second.keys())
-    agreed = None
-    for place in shared:
-        (step, row), (other_step, other) = first[place], second[place]
-        for name in (LOSS, NORM):
-            if name in row and name in other and not is_close(row[name], other[name], tolerance.allowed(name, row[name])):
-                return Divergence(
-                    axis, shared, name, place, (step, other_step), (row[name], other[name]),
-                    tolerance.allowed(name, row[name]), agreed, note,
-                )  # fmt: skip
-        agreed = place
-    return Divergence(axis, shared, agreed=agreed, note=note)
+    parted = {place: name for place in shared if (name := _apart(first[place][1], second[place][1], tolerance))}
+    if not parted:
+        return Divergence(axis, shared, agreed=max(shared, default=None), note=note)
+    place, name = next(iter(parted.items()))
+    (step, row), (other_step, other) = first[place], second[place]
+    last_agreed = max((one for one in shared if one not in parted), default=-1)
+    return Divergence(
+        axis, shared, name, place, (step, other_step), (row[name], other[name]), tolerance.allowed(name, row[name]),
+        agreed=max((one for one in shared if one < place), default=None), note=note,
+        for_good=next((one for one in shared if one > last_agreed), None),
+    )  # fmt: skip
+
+
+def _apart(row: Row, other: Row, tolerance: Tolerance) -> str | None:
+    """The metric in which two rows part."""
+    both = [name for name in (LOSS, NORM) if name in row and name in other]
+    return next((n for n in both if not is_close(row[n], other[n], tolerance.allowed(n, row[n]))), None)
 
 
 def is_close(value: float, other: float, allowed: float) -> bool:
@@ -135,12 +141,26 @@ def events_before(run: Run, step: int, *, most: int = 5) -> list[Row]:
 
 
 def event_line(event: Row) -> str:
-    """Time, step, what and the details that say something, in one line."""
+    """Time, step and what, in one line."""
+    return f"{event.get('time', '')}  step {event.get('step', 0):>6}  {event_words(event)}"
+
+
+def event_words(event: Row) -> str:
+    """What, and the details that say something."""
     shown = {key: event[key] for key in DETAILS if event.get(key) not in (None, [], {})}
-    details = ", ".join(f"{key} {value}" for key, value in shown.items())
-    return f"{event.get('time', '')}  step {event.get('step', 0):>6}  {event.get('event')}{': ' + details if details else ''}"
+    details = ", ".join(f"{key} {_detail(key, value)}" for key, value in shown.items())
+    return f"{event.get('event')}: {details}" if details else str(event.get("event"))
 
 
+def _detail(key: str, value: Any) -> str:
+    if key == "git_commit":
+        return f"{value[:12]}{'+changes' if value.endswith('+changes') else ''}"
+    if key == "profile" and isinstance(value, dict):
+        return f"{value.get('name')} v{value.get('version')}"
+    return size(value) if key == "bytes" else str(value)
+
+
+# What an event's line shows of it, in this order.
 DETAILS = (
     "start", "git_commit", "checkpoint", "profile", "changed", "what", "loss", "samples", "alert", "slice", "value",
     "range", "severity", "outcome", "error", "bytes", "checksum", "bad_step", "passed_over", "message",
@@ -166,4 +186,8 @@ def describe(found: Divergence, names: Sequence[str]) -> str:
         f"{NAMES[found.metric]} parts at {unit} {found.place:,}, {until}: {found.values[0]:.8g} and "
         f"{found.values[1]:.8g}, {apart:.2g} apart, {found.allowed:.2g} is allowed"
     )
+    if found.for_good is None:
+        lines.append(f"later they agree again; the last shared place is {unit} {found.shared[-1]:,}")
+    elif found.for_good > found.place:
+        lines.append(f"they come together again and part for good at {unit} {found.for_good:,}")
     return "\n".join(lines)

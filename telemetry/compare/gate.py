@@ -7,14 +7,14 @@ judged, and said so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.promotion import Failure, parity_failures
 from telemetry.compare.divergence import LOSS, NAMES, NORM, Tolerance, is_close
 from telemetry.compare.outcome import peak_bytes, typical
-from telemetry.compare.runs import Run
-from telemetry.tables import size
+from telemetry.compare.runs import Run, same_batches
 
 CLASSES = ("parity", "memory", "utilisation", "communication")
 UTILISATIONS = {  # the first that the baseline has
@@ -80,28 +80,33 @@ def judge(run: Run, baseline: Run, limits: Limits) -> Verdict:
 
 
 def _parity(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
-    if run.tokens_per_step and baseline.tokens_per_step and run.tokens_per_step != baseline.tokens_per_step:
-        ours, theirs = ("/".join(f"{n:,}" for n in one.tokens_per_step) for one in (run, baseline))
-        line = f"a step has {ours} tokens and the baseline's {theirs}: other batches have no parity to judge"
+    if not same_batches(run, baseline):
+        batches = ["/".join(f"{n:,}" for n in one.tokens_per_step) for one in (run, baseline)]
+        line = f"a step has {batches[0]} tokens and the baseline's {batches[1]}: other batches have no parity to judge"
         return [Failure("run", "parity", f"{line}; keep train.global_batch_size and data.sequence_length")]
     shared = sorted(run.steps.keys() & baseline.steps.keys())[: limits.steps]
-    failures = []
+    failures: list[Failure] = []
     for name in (LOSS, NORM):
-        both = [step for step in shared if name in run.steps[step] and name in baseline.steps[step]]
-        ours, theirs = ({step: one.steps[step][name] for step in both} for one in (run, baseline))
-        agreed = [step for step in both if ours[step] != ours[step] and is_close(ours[step], theirs[step], 0.0)]
-        if agreed and len(agreed) == len(both):
-            line = f"no {NAMES[name]} of the first {len(both)} steps is a number in either run"
-            failures.append(Failure("run", "parity", line))
-            continue
-        for step in agreed:  # skipped alike: not a number in both
-            del ours[step], theirs[step]
-        relative, absolute = limits.parity.of(name)
-        found = parity_failures("run", ours, theirs, relative=relative, absolute=absolute)
-        failures += [
-            Failure(one.rung, one.kind, one.line.replace("the loss of", f"the {NAMES[name]} of")) for one in found
-        ]
+        if any(name in row for row in baseline.steps.values()):
+            failures += _apart(run, baseline, name, shared, limits.parity)
     return failures
+
+
+def _apart(run: Run, baseline: Run, name: str, shared: Sequence[int], parity: Tolerance) -> list[Failure]:
+    """Of the losses or the norms, by the rule of promotions; steps that both skipped alike are no numbers to judge."""
+    both = {
+        step: (run.steps[step][name], baseline.steps[step][name])
+        for step in shared
+        if name in run.steps[step] and name in baseline.steps[step]
+    }
+    numbers = {step: pair for step, pair in both.items() if math.isfinite(pair[0]) or not is_close(*pair, 0.0)}
+    if both and not numbers:
+        line = f"no {NAMES[name]} of the {len(both)} steps compared is a number, in either run"
+        return [Failure("run", "parity", line)]
+    ours, theirs = ({step: pair[place] for step, pair in numbers.items()} for place in (0, 1))
+    relative, absolute = parity.of(name)
+    found = parity_failures("run", ours, theirs, relative=relative, absolute=absolute)
+    return [replace(one, line=one.line.replace("the loss of", f"the {NAMES[name]} of")) for one in found]
 
 
 def _memory(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
@@ -113,7 +118,8 @@ def _memory(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
     most = (1 + limits.memory) * theirs
     if ours <= most:
         return []
-    line = f"{size(ours)} at its peak, {ours / theirs:.3f} x the baseline's {size(theirs)}; {size(most)} is allowed"
+    peaks = [f"{value / 1e9:.3f} GB" for value in (ours, theirs, most)]
+    line = f"{peaks[0]} at its peak, {ours / theirs:.3f} x the baseline's {peaks[1]}; {peaks[2]} is allowed"
     return [Failure("run", "memory", line)]
 
 
@@ -157,5 +163,5 @@ def _communication(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
     axes = ", ".join(
         f"{axis} {ours.get(axis, 0.0):.4g} s for {theirs.get(axis, 0.0):.4g} s" for axis in sorted({*ours, *theirs})
     )
-    line = f"{total:.4g} s a step, {total / least:.2f} x the baseline's {least:.4g} s; {most:.4g} s is allowed ({axes})"
+    line = f"{total:.4g} s a step, {most:.4g} s is allowed and the baseline's are {least:.4g} s ({axes})"
     return [Failure("run", "communication", line)]

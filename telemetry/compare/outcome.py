@@ -45,6 +45,10 @@ class Outcome:
     starts: int
     alerts: int
 
+    @property
+    def progress(self) -> str:
+        return f"{self.steps:,}" if self.train_iters is None else f"{self.steps:,} of {self.train_iters:,}"
+
 
 def outcome(run: Run) -> Outcome:
     """Of what the run left so far."""
@@ -91,9 +95,10 @@ def _is_number(value: Any) -> bool:
 def peak_bytes(run: Run) -> float | None:
     """The most that a rank held: of all ranks where it was gathered, else of rank 0; with its first steps' ranks."""
     rows: Iterable[Row] = run.steps.values()
-    found = [row[name] for row in rows for name in ("memory/peak_bytes",) if _is_number(row.get(name))]
+    found = [row["memory/peak_bytes"] for row in rows if _is_number(row.get("memory/peak_bytes"))]
     found += (run.prediction or {}).get("peak_bytes") or []
-    return max(found or [row["train/peak_memory_bytes"] for row in rows if "train/peak_memory_bytes" in row], default=None)
+    found = found or [row["train/peak_memory_bytes"] for row in rows if "train/peak_memory_bytes" in row]
+    return max(found, default=None)
 
 
 def _predicted_beside(run: Run, name: str) -> float | None:
@@ -141,8 +146,7 @@ LINES: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
     ("outcome", "ending", str, False),
     ("plan", "plan", str, False),
     ("profile", "profile", str, False),
-    ("steps", "steps", _count, False),
-    ("of", "train_iters", _count, False),
+    ("steps", "progress", str, False),
     ("tokens", "tokens", _count, False),
     ("train loss", "loss", _loss, True),
     ("validation loss", "validation_loss", _loss, True),
@@ -164,7 +168,7 @@ LINES: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
 
 @dataclass(frozen=True)
 class Line:
-    """One quantity of all runs: as text, and relative to the first run's (1.0 the same; None where that says nothing)."""
+    """One quantity of all runs: as text, and as a ratio to the first run's; None where that says nothing."""
 
     label: str
     texts: Sequence[str]

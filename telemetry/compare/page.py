@@ -6,13 +6,14 @@ It refers to nothing outside itself. Text of runs is escaped wherever it goes.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from telemetry.compare.curves import AXES, CHARTS, Chart, name_of, points, thinned
+from telemetry.compare.curves import AXES, CHARTS, MOST_POINTS, Chart, name_of, points, thinned
 from telemetry.compare.differences import GROUPS, Difference, changes, shown
 from telemetry.compare.divergence import (
     LOSS,
@@ -57,7 +58,7 @@ def write_page(report: Report, path: Path) -> None:
     title = f"{len(runs)} runs compared" if len(runs) > 1 else f"Run {runs[0].name}"
     parts = {
         "title": escape(title),
-        "about": " · ".join(f"{escape(run.name)} <code>{escape(str(run.folder))}</code>" for run in runs),
+        "about": " · ".join(f"<code>{escape(str(run.folder))}</code>" for run in runs),
         "findings": "".join(_finding(report, pair) for pair in report.pairs),
         "outcome": _outcome(runs),
         "differences": _differences(report),
@@ -140,10 +141,10 @@ def _differences(report: Report) -> str:
         settings = [one for one in found if one.kind == "setting"]
         parts.append(_difference_table(runs, settings) if settings else '<div class="card">No setting differs.</div>')
         for kind, head in (("derived", "what follows from them"), ("label", "only labels, paths and what is watched")):
-            rows = [one for one in found if one.kind == kind]
-            if rows:
-                summary = f"<summary>{len(rows)} more: {head}</summary>"
-                parts.append(f"<details>{summary}{_difference_table(runs, rows)}</details>")
+            others = [one for one in found if one.kind == kind]
+            if others:
+                summary = f"<summary>{len(others)} more: {head}</summary>"
+                parts.append(f"<details>{summary}{_difference_table(runs, others)}</details>")
     for run in runs:
         for start, changed in changes(run):
             head = f"{run.name}: what start {start.number} changed, from step {start.step} on"
@@ -190,7 +191,7 @@ def _timelines(runs: Sequence[Run]) -> str:
         if rows:
             summary = f"<summary>{escape(run.name)}: {len(run.events)} events</summary>"
             tables.append(f'<details>{summary}<div class="card scroll">{_table(["event"], rows)}</div></details>')
-    return f'<div class="card"><svg id="lanes"></svg></div>{"".join(tables)}'
+    return f'<div class="card"><svg id="lanes"></svg><div id="kinds"></div></div>{"".join(tables)}'
 
 
 def _is_bad(event: Row) -> bool:
@@ -209,9 +210,9 @@ def _most_telling(events: Sequence[Row]) -> list[Row]:
 def _data(report: Report) -> dict[str, Any]:
     runs = report.runs
     charts = [found for chart in CHARTS if (found := _chart(chart, runs)) is not None]
-    for pair in report.pairs:
-        if pair.found.axis == "step" and pair.found.shared:
-            charts.insert(1, _apart(report, pair))
+    apart = [pair for pair in report.pairs if pair.found.axis == "step" and pair.found.shared]
+    if apart:
+        charts.insert(1, _apart(report, apart))
     events = [[_event(run, event) for event in _most_telling(run.events)] for run in runs]
     return {"runs": [run.name for run in runs], "axes": AXES, "charts": charts, "events": events,
             "marks": [_mark(report, pair) for pair in report.pairs if pair.found.steps is not None]}  # fmt: skip
@@ -239,20 +240,21 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.7g}") if value % 1 else value
 
 
-def _apart(report: Report, pair: Pair) -> dict[str, Any]:
-    """How far a run's losses are from the first's, step by step, with what is allowed."""
-    first, second = report.runs[pair.first], report.runs[pair.second]
-    found: list[dict[str, float | None]] = []
-    for step in pair.found.shared:
-        row, other = first.steps[step], second.steps[step]
-        apart = abs(other[LOSS] - row[LOSS])
-        at = {axis: other.get(axis) for axis in AXES}
-        found.append(at | {"y": apart if apart == apart and apart != float("inf") else None})
-    allowed = report.tolerance.allowed(LOSS, first.steps[pair.found.shared[0]][LOSS])
+def _apart(report: Report, pairs: Sequence[Pair]) -> dict[str, Any]:
+    """How far each run's losses are from the first's, step by step, with what is allowed."""
+    first, series = report.runs[0], []
+    for pair in pairs:
+        second = report.runs[pair.second]
+        found: list[dict[str, float | None]] = []
+        for step in pair.found.shared:
+            apart = abs(second.steps[step][LOSS] - first.steps[step][LOSS])
+            at = {axis: second.steps[step].get(axis) for axis in AXES}
+            found.append(at | {"y": apart if math.isfinite(apart) else None})
+        series.append(_series(pair.second, thinned(found, most=MOST_POINTS)))
     return {
-        "key": f"apart{pair.second}", "title": f"Loss of {second.name} off {first.name}", "unit": "|difference|",
-        "logarithmic": any(one["y"] for one in found), "wide": False, "marked": True, "smooth": False, "limit": allowed,
-        "series": [_series(pair.second, thinned(found, most=2000))],
+        "key": "apart", "title": "Distance of losses", "unit": f"|loss - loss of {first.name}|",
+        "logarithmic": any(y for one in series for y in one["y"]), "wide": False, "marked": True, "smooth": False,
+        "limit": report.tolerance.allowed(LOSS, next(iter(first.steps.values()))[LOSS]), "series": series,
     }  # fmt: skip
 
 

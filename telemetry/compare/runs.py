@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,17 @@ class Run:
     def tokens_per_step(self) -> list[int]:
         """The different numbers of tokens that its steps had; more than one under a batch ramp-up."""
         tokens = [(step, row["tokens"]) for step, row in self.steps.items() if "tokens" in row]
-        pairs = zip(tokens, tokens[1:], strict=False)
-        found = {after - before for (step, before), (following, after) in pairs if following == step + 1}
+        found = {after - before for (step, before), (following, after) in pairwise(tokens) if following == step + 1}
         if tokens and tokens[0][0] == 1:
             found.add(tokens[0][1])
         return sorted(found)
+
+
+def same_batches(first: Run, second: Run) -> bool:
+    """Whether both have seen as many tokens after each step that both have."""
+    shared = first.steps.keys() & second.steps.keys()
+    places = [(first.steps[step].get("tokens"), second.steps[step].get("tokens")) for step in shared]
+    return all(one == other for one, other in places if None not in (one, other))
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:

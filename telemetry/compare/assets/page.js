@@ -103,7 +103,7 @@ function draw(chart) {
     node("text", { x: width - margin.right - 4, y: Y(chart.limit) - 5, "text-anchor": "end" }, svg, `allowed ${short(chart.limit)}`);
   }
   for (const series of all) {
-    const smooth = state.smooth && chart.smooth;
+    const smooth = state.smooth && chart.smooth && series.y.length > 60;
     if (smooth) curve(plot, series, series.y, chart, "curve raw");
     curve(plot, series, smooth ? smoothed(series.y) : series.y, chart, "curve");
   }
@@ -237,6 +237,13 @@ function timelines() {
     }
   });
   for (const value of ticks(low, high, width / 120)) node("text", { x: X(value), y: height - 4, "text-anchor": "middle" }, svg, short(value));
+  const key = document.getElementById("kinds");
+  if (key.childElementCount) return;
+  for (const [, tone, shape, word] of KINDS) {
+    const one = element("span", {}, key), drawn = node("svg", { viewBox: "-8 -8 16 16" }, one);
+    node("path", { d: shape, style: `fill:var(--${tone})` }, drawn);
+    one.append(word);
+  }
 }
 
 // ---- the page
