@@ -108,19 +108,28 @@ def _side(run: Run, step: int, most_steps: int) -> _Side:
     if not start.config:
         raise Unplayable(f"{run.name} kept no config")
     before = [(at, path) for at, path in list_checkpoints(run.folder / "checkpoints") if at < step]
-    begins, checkpoint = before[-1] if before else (0, None)
-    if checkpoint is None and start.config.get("resume") not in (None, "never", "auto"):
-        given = Path(start.config["resume"]).expanduser()
-        if not given.exists():
-            raise Unplayable(f"{run.name} was started from {given}, which is gone")
-        checkpoint = given
+    begins, checkpoint = before[-1] if before else _origin(run, start)
     if step - begins > most_steps:
-        kept = f"its nearest checkpoint is step {begins}" if before else "it has no checkpoint before that any more"
+        kept = f"its nearest checkpoint is step {begins}" if begins else "it has no checkpoint before that any more"
         raise Unplayable(
             f"{run.name} parts at step {step}, but {kept}: {step - begins} steps to play; --bisect-steps allows "
             f"{most_steps} (checkpoint.keep_last and keep_every keep more)"
         )
     return _Side(run, start, step, checkpoint, begins, doubts(run, start))
+
+
+def _origin(run: Run, start: Start) -> tuple[int, Path | None]:
+    """(step, checkpoint) that a run was started from: of another run's, where its config says so, else none."""
+    given = start.config.get("resume")
+    if given in (None, "never", "auto"):
+        return 0, None
+    path = called_from(run) / Path(given).expanduser()
+    step = next((event["step"] for event in run.events if event.get("event") == "resume"), None)
+    for folder in (path.parent, path / "checkpoints", path):
+        for at, checkpoint in list_checkpoints(folder):
+            if checkpoint == path or (step == at and path.name != checkpoint.name and folder != path.parent):
+                return at, checkpoint
+    raise Unplayable(f"{run.name} was started from {path}, where its checkpoint is gone")
 
 
 def _beside_record(side: _Side, replay: Run, tolerance: Tolerance) -> Iterator[str]:

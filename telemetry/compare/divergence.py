@@ -148,7 +148,9 @@ def event_line(event: Row) -> str:
 def event_words(event: Row) -> str:
     """What, and the details that say something."""
     shown = {key: event[key] for key in DETAILS if event.get(key) not in (None, [], {})}
-    details = ", ".join(f"{key} {_detail(key, value)}" for key, value in shown.items())
+    if not shown and event.get("message"):
+        shown = {"": event["message"]}
+    details = ", ".join(f"{key} {_detail(key, value)}".strip() for key, value in shown.items())
     return f"{event.get('event')}: {details}" if details else str(event.get("event"))
 
 
@@ -157,13 +159,15 @@ def _detail(key: str, value: Any) -> str:
         return f"{value[:12]}{'+changes' if value.endswith('+changes') else ''}"
     if key == "profile" and isinstance(value, dict):
         return f"{value.get('name')} v{value.get('version')}"
+    if key == "changed" and isinstance(value, list):
+        return ", ".join(f"{one[0]} {one[1]} -> {one[2]}" if len(one) == 3 else str(one) for one in value)
     return size(value) if key == "bytes" else str(value)
 
 
 # What an event's line shows of it, in this order.
 DETAILS = (
     "start", "git_commit", "checkpoint", "profile", "changed", "what", "loss", "samples", "alert", "slice", "value",
-    "range", "severity", "outcome", "error", "bytes", "checksum", "bad_step", "passed_over", "message",
+    "range", "severity", "outcome", "error", "bytes", "checksum", "bad_step", "passed_over",
 )  # fmt: skip
 
 

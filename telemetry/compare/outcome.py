@@ -181,8 +181,12 @@ def lines(outcomes: Sequence[Outcome]) -> list[Line]:
     for label, name, text, compares in LINES:
         values = [getattr(one, name) for one in outcomes]
         if any(value is not None for value in values):
-            ratios = [_ratio(value, values[0]) if compares and place else None for place, value in enumerate(values)]
-            found.append(Line(label, ["-" if value is None else text(value) for value in values], ratios))
+            texts = ["-" if value is None else text(value) for value in values]
+            ratios = [
+                _ratio(value, values[0]) if compares and shown != texts[0] else None
+                for value, shown in zip(values, texts, strict=True)
+            ]
+            found.append(Line(label, texts, ratios))
     return found
 
 
