@@ -23,6 +23,8 @@ from typing import Any
 
 from telemetry.compare.differences import is_unkept
 from telemetry.compare.runs import Run, RunError, Start, load_run
+from telemetry.redact import redacted
+from telemetry.run_folder import git_changes, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
 # Groups that decide no number: where files go, what is watched, other recipes.
@@ -203,8 +205,8 @@ def _is_here(code: Code) -> bool:
     """Whether this checkout is that code; where the commit is not known there is no other."""
     if code.commit is None:
         return True
-    same_patch = (_git("diff", "HEAD").stdout or "").strip() == (code.patch or "").strip()
-    return _git("rev-parse", "HEAD").stdout.strip() == code.commit and same_patch
+    here = (git_commit() or "").removesuffix("+changes")
+    return here == code.commit and redacted(git_changes()).strip() == (code.patch or "").strip()
 
 
 def doubts(run: Run, start: Start) -> list[str]:

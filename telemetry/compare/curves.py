@@ -37,9 +37,10 @@ CHARTS = (
     Chart("bubble", "Pipeline bubble", "% of a step", ("pipeline/bubble",)),
     Chart("imbalance", "Stage imbalance", "slowest / mean", ("pipeline/imbalance",)),
     Chart("exposed", "Exposed communication", "% of a step", ("communication/exposed_share",)),
+    Chart("overlap", "Hidden communication", "% of it", ("communication/overlap_share",)),
     Chart("slowdown", "Slowest rank", "x median", ("ranks/slowdown",)),
 )  # fmt: skip
-SCALE = {"%": 100.0, "% of a step": 100.0, "GB": 1e-9}
+SCALE = {"%": 100.0, "% of it": 100.0, "% of a step": 100.0, "GB": 1e-9}
 
 
 def name_of(chart: Chart, runs: Sequence[Run]) -> str | None:

@@ -97,6 +97,8 @@ def facts(start: Start) -> Iterator[Fact]:
         yield Fact("python", "packages", "python", identity["python"])
     if "hosts" in identity:
         yield Fact("hosts", "hosts", "hosts", _hosts(identity["hosts"]))
+    if "device" in identity:
+        yield Fact("device", "hosts", "device", identity["device"])
     for key in ("cluster", "id", "started", "command"):
         if key in identity:
             yield Fact(key, "hosts" if key == "cluster" else "config", key, identity[key], "label")
