@@ -127,7 +127,7 @@ def is_label(key: str) -> bool:
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value); lists of plain values are one value, as one types them."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and (value or not prefix):
         for name, child in value.items():
             yield from leaves(child, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(value, list) and any(isinstance(child, (Mapping, list)) for child in value):

@@ -85,6 +85,8 @@ def _parity(run: Run, baseline: Run, limits: Limits) -> list[Failure]:
         line = f"a step has {batches[0]} tokens and the baseline's {batches[1]}: other batches have no parity to judge"
         return [Failure("run", "parity", f"{line}; keep train.global_batch_size and data.sequence_length")]
     shared = sorted(run.steps.keys() & baseline.steps.keys())[: limits.steps]
+    if not shared:
+        return [Failure("run", "parity", "it shares no step with the baseline")]
     failures: list[Failure] = []
     for name in (LOSS, NORM):
         if any(name in row for row in baseline.steps.values()):

@@ -17,7 +17,7 @@ from telemetry.compare.divergence import LOSS, NAMES, NORM, Divergence, event_li
 from telemetry.compare.runs import Row, Run, Start
 from telemetry.compare.slices import affected
 
-SYMPTOMS = ("bad step", "skipped step", "alert raised", "rank lost", "checkpoint failed", "rollback")
+SYMPTOMS = ("bad step", "skipped step", "alert raised", "rank lost", "checkpoint failed")
 REMEDIES = {"rollback": "done", "resume": "done", "alert cleared": "by then in its range again"}
 OPEN = "not known from the two runs: "
 
