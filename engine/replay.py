@@ -124,6 +124,7 @@ class Player:
 
     folder: Path
     timeout_s: float = 1800.0
+    repository: Path = ROOT
     notes: list[str] = field(default_factory=list)
     _roots: dict[Code, Path] = field(default_factory=dict)
 
@@ -134,7 +135,7 @@ class Player:
     def __exit__(self, *error: object) -> None:
         for root in self._roots.values():
             if root != ROOT:
-                _git("worktree", "remove", "--force", str(root))
+                _git(self.repository, "worktree", "remove", "--force", str(root))
 
     def __call__(self, recipe: Recipe) -> Run:
         root = self._root(recipe.code)
@@ -192,11 +193,11 @@ class Player:
     def _worktree(self, code: Code) -> Path:
         assert code.commit is not None
         root = self.folder / f"code-{len(self._roots)}-{code.commit[:12]}"
-        if _git("cat-file", "-e", f"{code.commit}^{{commit}}").returncode != 0:
-            raise Unplayable(f"commit {code.commit[:12]} is not in the repository of {ROOT}; fetch it first")
-        _git("worktree", "add", "--detach", str(root), code.commit)
-        if code.patch and _git("apply", "-", folder=root, text=code.patch).returncode != 0:
-            _git("worktree", "remove", "--force", str(root))
+        if _git(self.repository, "cat-file", "-e", f"{code.commit}^{{commit}}").returncode != 0:
+            raise Unplayable(f"commit {code.commit[:12]} is not in the repository {self.repository}; fetch it first")
+        _git(self.repository, "worktree", "add", "--detach", str(root), code.commit)
+        if code.patch and _git(root, "apply", "-", text=code.patch).returncode != 0:
+            _git(self.repository, "worktree", "remove", "--force", str(root))
             raise Unplayable(f"the patch that the run kept does not apply to its commit {code.commit[:12]}")
         return root
 
@@ -218,10 +219,8 @@ def doubts(run: Run, start: Start) -> list[str]:
     return []
 
 
-def _git(*arguments: str, folder: Path = ROOT, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["git", *arguments], cwd=folder, input=text, capture_output=True, text=True, check=False
-    )  # fmt: skip
+def _git(folder: Path, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *arguments], cwd=folder, input=text, capture_output=True, text=True, check=False)
 
 
 def _last_step(metrics: Path) -> int:

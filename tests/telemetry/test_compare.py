@@ -72,7 +72,9 @@ def test_differences_are_key_by_key_and_group_by_group(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a")
     second = write_run(
         tmp_path / "b",
-        config=plain_config(train__lr=2e-3, parallel__tp=2, data__sequence_length=128, run__id="b", data__num_workers=3),
+        config=plain_config(
+            train__lr=2e-3, parallel__tp=2, data__sequence_length=128, run__id="b", data__num_workers=3
+        ),
         identity={"corpus_fingerprint": "corpus-2", "git_commit": "f" * 40 + "+changes", "packages": {"torch": "2.14"},
                   "hosts": ["a", "b"]},
         plan={"tensor_model_parallel_size": 2}, patch="diff --git a/engine/loss.py b/engine/loss.py\n-x\n+y\n",
