@@ -165,7 +165,13 @@ def test_a_run_that_was_started_from_anothers_checkpoint_begins_there(tmp_path: 
     assert "where its checkpoint is gone" in bisected(first, gone, Known()).text()
 
 
-@pytest.mark.parametrize("words", [["model=llama_8b", "parallel=tp2_pp2"], ["model=gpt2_125m", "precision=bf16"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=llama_8b", "parallel=tp2_pp2", "precision=bf16"],
+        pytest.param(["model=gpt2_125m", "zero=stage3", "optimizer.weight_decay=0"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_overrides_of_a_replay_compose_to_the_recorded_config(words: list[str], tmp_path: Path) -> None:
     odd = ["data.sources=[{path: 'it\\'s, a {file}.txt', weight: 2}, {path: stdlib}]", "train.batch_ramp_up=[4,4,64]",
            "model.rope_scaling={rope_type: linear, factor: 2.0}", "parallel.stages=null"]  # fmt: skip

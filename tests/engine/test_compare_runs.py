@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.compare import main
 from tests.engine.test_pretrain import BIN, ROOT, call, write_corpus
 
 COMPARE = str(ROOT / "recipes" / "compare.py")
@@ -30,22 +31,25 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
     }
 
 
-def test_two_runs_are_compared_from_their_folders_and_from_wandbs_files(tmp_path: Path) -> None:
+def test_two_runs_are_compared_from_their_folders_and_from_wandbs_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_corpus(tmp_path)
     for name, rate in (("a", "3e-3"), ("b", "1e-3")):
         done = call("python", tmp_path, f"run.id={name}", f"train.lr={rate}", "train.sample_tokens=0")
         assert done.returncode == 0, done.stderr
-    done = compare(tmp_path, "runs/default/a", "runs/default/b")
-    assert done.returncode == 0, done.stderr
-    assert "train.lr  0.003  |  0.001" in done.stdout
-    assert "parts at step 2, after agreeing up to step 1" in done.stdout  # the first step's loss knows no rate
-    assert (tmp_path / "comparison" / "a+b" / "report.html").exists()
-    [offline] = (tmp_path / "runs" / "default" / "b" / "wandb").glob("offline-run-*")
-    done = compare(tmp_path, "runs/default/b", str(offline))
-    assert "agree at all 3 shared places" in done.stdout and "nothing differs" in done.stdout
-    assert compare(tmp_path, "runs/default/a", "--gate", "runs/default/a").returncode == 0
-    done = compare(tmp_path, "runs/default/b", "--gate", "runs/default/a")
-    assert done.returncode == 1 and "gate parity FAILED" in done.stdout
+    monkeypatch.chdir(tmp_path / "runs" / "default")
+    assert main(["a", "b"]) == 0
+    said = capsys.readouterr().out
+    assert "train.lr  0.003  |  0.001" in said
+    assert "parts at step 2, after agreeing up to step 1" in said  # the first step's loss knows no rate
+    assert Path("comparison/a+b/report.html").exists()
+    [offline] = Path("b/wandb").glob("offline-run-*")
+    assert main(["b", str(offline)]) == 0
+    said = capsys.readouterr().out
+    assert "agree at all 3 shared places" in said and "nothing differs" in said
+    assert (main(["a", "--gate", "a"]), main(["b", "--gate", "a"])) == (0, 1)
+    assert "gate parity FAILED" in capsys.readouterr().out
 
 
 @pytest.mark.slow
