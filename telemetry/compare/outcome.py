@@ -183,11 +183,16 @@ def lines(outcomes: Sequence[Outcome]) -> list[Line]:
         if any(value is not None for value in values):
             texts = ["-" if value is None else text(value) for value in values]
             ratios = [
-                _ratio(value, values[0]) if compares and shown != texts[0] else None
-                for value, shown in zip(values, texts, strict=True)
+                _ratio(value, values[0]) if compares and shown != texts[0] and _meet(name, one, outcomes[0]) else None
+                for value, shown, one in zip(values, texts, outcomes, strict=True)
             ]
             found.append(Line(label, texts, ratios))
     return found
+
+
+def _meet(name: str, one: Outcome, first: Outcome) -> bool:
+    """Losses after other numbers of steps are no pair."""
+    return name not in ("loss", "validation_loss", "best_validation_loss") or one.steps == first.steps
 
 
 def _ratio(value: float | None, first: float | None) -> float | None:

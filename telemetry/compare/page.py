@@ -243,6 +243,7 @@ def _rounded(value: float | None) -> float | None:
 def _apart(report: Report, pairs: Sequence[Pair]) -> dict[str, Any]:
     """How far each run's losses are from the first's, step by step, with what is allowed."""
     first, series = report.runs[0], []
+    losses = [row[LOSS] for row in first.steps.values()]
     for pair in pairs:
         second = report.runs[pair.second]
         found: list[dict[str, float | None]] = []
@@ -254,7 +255,7 @@ def _apart(report: Report, pairs: Sequence[Pair]) -> dict[str, Any]:
     return {
         "key": "apart", "title": "Distance of losses", "unit": f"|loss - loss of {first.name}|",
         "logarithmic": any(y for one in series for y in one["y"]), "wide": False, "marked": True, "smooth": False,
-        "limit": report.tolerance.allowed(LOSS, next(iter(first.steps.values()))[LOSS]), "series": series,
+        "limit": report.tolerance.allowed(LOSS, next(filter(math.isfinite, losses), 0.0)), "series": series,
     }  # fmt: skip
 
 

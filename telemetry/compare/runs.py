@@ -10,7 +10,8 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Start:
 @dataclass(frozen=True)
 class Run:
     """name: short, the run's id; steps, evaluations: by step, of a step that was trained twice the later; events: the
-    timeline; ranks: the rows of ranks.jsonl by step; ending: complete, failed, interrupted, running or not ended."""
+    timeline; ending: complete, failed, interrupted, running or not ended."""
 
     name: str
     folder: Path
@@ -50,7 +51,6 @@ class Run:
     steps: Mapping[int, Row]
     evaluations: Mapping[int, Row]
     events: Sequence[Row] = ()
-    ranks: Mapping[int, Row] = field(default_factory=dict)
     prediction: Mapping[str, Any] | None = None
     ending: str = "not ended"
     error: str | None = None
@@ -64,6 +64,12 @@ class Run:
     def start_at(self, step: int) -> Start:
         """The start that trained a step, as it counts."""
         return next((start for start in reversed(self.starts) if start.step < step), self.starts[0])
+
+    @cached_property
+    def ranks(self) -> dict[int, Row]:
+        """The rows of ranks.jsonl by step; read when they are asked for, as they are many."""
+        rows = _lines(self.folder / "ranks.jsonl", [])
+        return {row["step"]: row for row in rows if row.get("step") in self.steps}
 
     @property
     def tokens_per_step(self) -> list[int]:
@@ -111,14 +117,13 @@ def _folder_run(folder: Path) -> Run:
     notes: list[str] = []
     rows, events = _lines(folder / "metrics.jsonl", notes), _lines(folder / "timeline.jsonl", notes)
     steps, evaluations = counted(rows)
-    ranks = {row["step"]: row for row in _lines(folder / "ranks.jsonl", notes) if "step" in row}
     if not steps:
         notes.append("no step was recorded")
     starts = _starts(folder, events, notes)
     ending, error = _ending(folder, events)
     return Run(
         name=str(starts[0].identity.get("id") or folder.resolve().name), folder=folder, starts=starts, steps=steps,
-        evaluations=evaluations, events=events, ranks={step: row for step, row in ranks.items() if step in steps},
+        evaluations=evaluations, events=events,
         prediction=_json(folder / "prediction.json", notes), ending=ending, error=error, notes=notes,
     )  # fmt: skip
 

@@ -57,6 +57,13 @@ def test_the_table_has_ratios_to_the_first_run(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in lines if line.startswith("step time")] == ["s"]  # the same: no ratio
 
 
+def test_losses_after_other_numbers_of_steps_have_no_ratio(tmp_path: Path) -> None:
+    short = [step_row(step, train__step_time_s=1.0) for step in range(1, 21)]
+    runs = [load_run(write_run(tmp_path / "a")), load_run(write_run(tmp_path / "b", rows=short, ending=None))]
+    lines = {line.split("  ")[0]: line for line in outcome_table(runs).splitlines()}
+    assert "%" not in lines["train loss"] and "(+100.0%)" in lines["step time"]
+
+
 def test_a_run_without_steps_has_an_outcome(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "a", rows=[], ending="failed"))
     assert outcome(run).loss is None and "failed" in outcome_table([run])

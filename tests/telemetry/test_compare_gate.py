@@ -17,7 +17,7 @@ SECONDS = "communication/tensor/all_reduce/seconds"
 FAULTS = {
     "parity": lambda step: {"train/loss": loss_at(step) * (1.001 if step == 7 else 1)},
     "memory": lambda step: {"memory/peak_bytes": 1_200_000_000},
-    "utilisation": lambda step: {"train/mfu_of_measured_rate": 0.3},
+    "utilisation": lambda step: {"train/model_flops_per_s_per_device": 0.75e10},
     "communication": lambda step: {SECONDS: 0.08} if step % 10 == 0 else {},
 }
 
@@ -54,7 +54,7 @@ def test_of_several_classes_only_the_first_is_reported(first: int, tmp_path: Pat
     [("memory", {"memory": 0.1}), ("utilisation", {"utilisation": 0.26}), ("communication", {"communication": 0.43})],
 )
 def test_a_stated_tolerance_is_what_counts(kind: str, limits: dict, tmp_path: Path) -> None:
-    """1.2 GB for 1.1 is 1.091 x, 0.3 of 0.4 is 0.75 x, 0.02 + 0.08 s for 0.02 + 0.05 s is 1.429 x."""
+    """1.2 GB for 1.1 is 1.091 x, 7.5 of 10 GFLOP/s is 0.75 x, 0.02 + 0.08 s for 0.02 + 0.05 s is 1.429 x."""
     run, baseline = made(tmp_path / "run", kind), made(tmp_path / "base")
     assert verdict(run, baseline).failures and not verdict(run, baseline, **limits).failures
 

@@ -90,6 +90,13 @@ def test_one_run_alone_with_few_or_no_steps_has_a_report(rows: list, tmp_path: P
     assert "One run, one start" in out.read_text()
 
 
+def test_runs_whose_losses_are_no_numbers_have_a_report(tmp_path: Path) -> None:
+    rows = [step_row(step, train__loss=math.nan, train__grad_norm=math.inf) for step in (1, 2)]
+    paths = [str(write_run(tmp_path / name, rows=rows)) for name in ("a", "b")]
+    assert main([*paths, "--out", str(tmp_path / "report.html"), "--incident"]) == 0
+    assert "the loss is not finite (nan)" in (tmp_path / "incident.md").read_text()
+
+
 def test_the_recipe_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a"))
     for words in ([str(tmp_path / "x")], [run, "--gate", str(tmp_path / "x")], [run, "--bisect"]):
