@@ -110,7 +110,8 @@ def hydra_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
-        return "'" + value.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
+        escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value)
+        return f"'{escaped}'"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {hydra_value(child)}" for key, child in value.items()) + "}"
     if isinstance(value, list):

@@ -11,6 +11,7 @@ See docs/comparing.md. The files are written under comparison/, or where --out s
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,23 +26,29 @@ from telemetry.compare.incident import incident
 from telemetry.compare.outcome import outcome_table
 from telemetry.compare.runs import Run, load_runs
 
-EXIT_FAILED, EXIT_REFUSED = 1, 2
+LONGEST = 150  # characters of a folder's name; file systems allow 255 bytes
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(words: Sequence[str]) -> int:
     asked = parser().parse_args(words)
     try:
         return run(asked)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has what it wanted (| head)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return EXIT_REFUSED
 
 
 def run(asked: argparse.Namespace) -> int:
+    if asked.gate is not None:
+        return judged(asked)
     runs = load_runs(asked.runs)
     tolerance = tolerance_of(runs, loss=asked.loss_tolerance, norm=asked.norm_tolerance)
-    if asked.gate is not None:
-        return judged(asked, runs)
     print(outcome_table(runs))
     for one in runs:
         print(*(f"note: {one.name}: {note}\n" for note in one.notes), sep="", end="")
@@ -51,7 +58,7 @@ def run(asked: argparse.Namespace) -> int:
     pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
     for pair in pairs:
         print(f"\n{parting(runs, pair)}")
-    out = asked.out or Path("comparison") / "+".join(one.name.replace(" ", "_") for one in runs) / "report.html"
+    out = asked.out or Path("comparison") / folder_name([one.name for one in runs]) / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     extra, confirmed = [], None
     if asked.bisect:
@@ -65,6 +72,12 @@ def run(asked: argparse.Namespace) -> int:
     print(f"\nreport   {out}")
     print(*(f"picture  {path}\n" for path in pictures), sep="", end="")
     return 0
+
+
+def folder_name(names: Sequence[str]) -> str:
+    """The runs' names where a folder's name can hold them."""
+    whole = "+".join(names).replace(" ", "_")
+    return whole if len(whole) <= LONGEST else f"{names[0]}+{len(names) - 1}_more".replace(" ", "_")
 
 
 def bisected(
@@ -105,18 +118,18 @@ def parting(runs: Sequence[Run], pair: page.Pair) -> str:
     return "\n".join(lines)
 
 
-def judged(asked: argparse.Namespace, runs: Sequence[Run]) -> int:
+def judged(asked: argparse.Namespace) -> int:
     """Each run against the baseline; 1 where one fails."""
+    *runs, baseline = load_runs([*asked.runs, asked.gate])
     code = 0
     for one in runs:
-        named, baseline = load_runs([one.folder, asked.gate])
+        tolerance = tolerance_of([one, baseline], loss=asked.loss_tolerance, norm=asked.norm_tolerance)
         limits = gate.Limits(
-            tolerance_of([named, baseline], loss=asked.loss_tolerance, norm=asked.norm_tolerance),
-            steps=asked.parity_steps, memory=asked.memory_tolerance, utilisation=asked.utilisation_tolerance,
-            communication=asked.communication_tolerance,
+            tolerance, steps=asked.parity_steps, memory=asked.memory_tolerance,
+            utilisation=asked.utilisation_tolerance, communication=asked.communication_tolerance,
         )  # fmt: skip
-        verdict = gate.judge(named, baseline, limits)
-        print(verdict.text(named, baseline))
+        verdict = gate.judge(one, baseline, limits)
+        print(verdict.text(one, baseline))
         code = EXIT_FAILED if verdict.failures else code
     return code
 

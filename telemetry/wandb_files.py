@@ -28,7 +28,6 @@ class WandbFile:
     path: Path
     rows: Sequence[dict[str, Any]]
     config: dict[str, Any]
-    summary: dict[str, Any]
     run: Any
     exit_code: int | None
     torn: bool
@@ -66,7 +65,6 @@ def read_file(path: Path) -> WandbFile:
 
     rows: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
-    summary: dict[str, Any] = {}
     run, code, torn = None, None, False
     for payload in payloads(path):
         record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
@@ -81,11 +79,9 @@ def read_file(path: Path) -> WandbFile:
         elif kind == "run":
             run = record.run
             config |= {item.key: json.loads(item.value_json) for item in run.config.update}
-        elif kind == "summary":
-            summary |= _plain(record.summary.update)
         elif kind == "exit":
             code = record.exit.exit_code
-    return WandbFile(path, rows, config, summary, run, code, torn)
+    return WandbFile(path, rows, config, run, code, torn)
 
 
 def _plain(items: Any) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class Tolerance:
 @dataclass(frozen=True)
 class Divergence:
     """axis: step or tokens; metric, place, values, allowed: of the first that part, None where nothing does; agreed:
-    the last place before it; for_good: the first place from which on all part; shared: places that both have; note:
-    what the reader must know of the comparison."""
+    the last place before it; for_good: the first place from which on all part; at_last: distance of the losses at the
+    last shared place; shared: places that both have; note: what the reader must know of the comparison."""
 
     axis: str
     shared: Sequence[int]
@@ -55,6 +55,7 @@ class Divergence:
     agreed: int | None = None
     note: str | None = None
     for_good: int | None = None
+    at_last: float | None = None
 
 
 def tolerance_of(runs: Sequence[Run], *, loss: float | None = None, norm: float | None = None) -> Tolerance:
@@ -107,6 +108,7 @@ def _first_apart(
         axis, shared, name, place, (step, other_step), (row[name], other[name]), tolerance.allowed(name, row[name]),
         agreed=max((one for one in shared if one < place), default=None), note=note,
         for_good=next((one for one in shared if one > last_agreed), None),
+        at_last=abs(first[shared[-1]][1][LOSS] - second[shared[-1]][1][LOSS]),
     )  # fmt: skip
 
 
@@ -190,8 +192,10 @@ def describe(found: Divergence, names: Sequence[str]) -> str:
         f"{NAMES[found.metric]} parts at {unit} {found.place:,}, {until}: {found.values[0]:.8g} and "
         f"{found.values[1]:.8g}, {apart:.2g} apart, {found.allowed:.2g} is allowed"
     )
+    last = f"at the last shared place, {unit} {found.shared[-1]:,}, the losses are {found.at_last:.2g} apart"
     if found.for_good is None:
-        lines.append(f"later they agree again; the last shared place is {unit} {found.shared[-1]:,}")
+        last = f"later they agree again; {last}"
     elif found.for_good > found.place:
-        lines.append(f"they come together again and part for good at {unit} {found.for_good:,}")
+        last = f"they come together again and part for good at {unit} {found.for_good:,}; {last}"
+    lines.append(last)
     return "\n".join(lines)

@@ -72,7 +72,7 @@ def outcome(run: Run) -> Outcome:
         mfu=typical(run, "train/mfu"),
         mfu_of_measured_rate=typical(run, "train/mfu_of_measured_rate"),
         memory_bytes=peak_bytes(run),
-        bubble=typical(run, "pipeline/bubble") or _predicted_beside(run, "bubble"),
+        bubble=typical(run, "pipeline/bubble") if _gathered(run) else _of_first_steps(run, "bubble"),
         imbalance=typical(run, "pipeline/imbalance"),
         exposed=typical(run, "communication/exposed_share"),
         skipped=sum(bool(row.get("train/skipped")) for row in rows),
@@ -101,8 +101,12 @@ def peak_bytes(run: Run) -> float | None:
     return max(found, default=None)
 
 
-def _predicted_beside(run: Run, name: str) -> float | None:
-    """What the first steps measured (prediction.json), where nothing was gathered later."""
+def _gathered(run: Run) -> bool:
+    return any("pipeline/bubble" in row for row in run.steps.values())
+
+
+def _of_first_steps(run: Run, name: str) -> float | None:
+    """What the first steps measured (prediction.json): the mean of the stages."""
     stages = (run.prediction or {}).get("stages") or []
     found = [stage[name]["measured"] for stage in stages if _is_number((stage.get(name) or {}).get("measured"))]
     return sum(found) / len(found) if found else None

@@ -92,6 +92,8 @@ def _finding(report: Report, pair: Pair) -> str:
         for run, step in zip((runs[pair.first], runs[pair.second]), found.steps, strict=True):
             events = "".join(f"<li><code>{escape(event_line(one))}</code></li>" for one in events_before(run, step))
             before += f"<ul><li class=soft>before it in {escape(run.name)}:</li>{events or '<li>nothing</li>'}</ul>"
+        is_open = " open" if len(report.pairs) == 1 else ""
+        before = f"<details{is_open}><summary>nearest events on both timelines</summary>{before}</details>"
     return f'<div class="card finding {kind}">{text}{before}</div>'
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conf.cli import compose_config
 from conf.load import to_plain
@@ -189,6 +192,11 @@ def test_the_overrides_of_a_replay_compose_to_the_recorded_config(words: list[st
 
 def test_values_read_back_as_they_were() -> None:
     assert hydra_value({"a": [None, True, 1e-5, "x'y"]}) == "{a: [null, true, 1e-05, 'x\\'y']}"
+
+
+@given(text=st.text(st.characters(min_codepoint=32, max_codepoint=0x17F)).filter(lambda text: "$" not in text))
+def test_any_text_reads_back_as_it_was(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"key={hydra_value(text)}").value() == text
 
 
 def test_relative_paths_start_where_the_run_was_called(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ function draw(chart) {
   const plot = node("g", { "clip-path": `url(#clip-${chart.key})` }, svg);
   if (chart.limit) {
     node("line", { class: "limit", x1: margin.left, x2: width - margin.right, y1: Y(chart.limit), y2: Y(chart.limit) }, plot);
-    node("text", { x: width - margin.right - 4, y: Y(chart.limit) - 5, "text-anchor": "end" }, svg, `allowed ${short(chart.limit)}`);
+    node("text", { x: width - margin.right - 4, y: Y(chart.limit) - 5, "text-anchor": "end", class: "over" }, svg, `allowed ${short(chart.limit)}`);
   }
   for (const series of all) {
     const smooth = state.smooth && chart.smooth && series.y.length > 60;
@@ -113,7 +113,7 @@ function draw(chart) {
     if (at < margin.left || at > width - margin.right) continue;
     node("line", { class: "mark", x1: at, x2: at, y1: margin.top, y2: height - margin.bottom }, svg);
     const late = at > width - 120;
-    node("text", { class: "marked", x: at + (late ? -5 : 5), y: margin.top + 8, "text-anchor": late ? "end" : "start" }, svg, mark.label);
+    node("text", { class: "marked over", x: at + (late ? -5 : 5), y: margin.top + 8, "text-anchor": late ? "end" : "start" }, svg, mark.label);
   }
   chart.cross = node("g", {}, svg);
 }
@@ -180,7 +180,7 @@ function follow(chart) {
       node("rect", { class: "selected", x: left, width: right - left, y: margin.top, height: inner.height }, chart.cross);
     }
     showTip(event, (box) => {
-      element("div", { class: "at" }, box, `${DATA.axes[state.axis]} ${short(x)}`);
+      element("div", { class: "at" }, box, `${DATA.axes[state.axis]} ${state.axis === "step" ? Math.round(x) : short(x)}`);
       for (const series of visible(chart)) {
         const place = nearest(series, x);
         if (place < 0) continue;
