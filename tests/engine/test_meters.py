@@ -66,7 +66,7 @@ def test_recomputation_is_about_a_forward_pass_and_nothing_without(stage: int) -
     (again,) = run_ranks(1, lambda: seen(tiny_config(parallel__recompute=Recompute.full, **shape)))
     assert plain[-1].ranks.as_metrics()["pipeline/recompute_share"] == 0
     assert 0.1 < again[-1].ranks.as_metrics()["pipeline/recompute_share"] < 0.4
-    assert plain[-1].ranks.as_metrics()["pipeline/bubble"] == 0
+    assert plain[-1].ranks.as_metrics()["pipeline/bubble"] < 1e-3  # an instruction that has nothing to do
 
 
 def both_ways(config: Config) -> tuple[Any, Any]:
