@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -112,8 +113,10 @@ class RunRecords:
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         """Called on all ranks alike."""
+        start = time.perf_counter()
         self.outcome.add(report)
         self.sinks.write(report)
+        self.meters.written_s = time.perf_counter() - start
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
 

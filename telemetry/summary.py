@@ -116,10 +116,13 @@ def closing(
     if of_measured is not None:
         lines.append(f"MFU              {of_measured:.1%} of the matrix rate measured here (recomputation excluded)")
     lines += _over_ranks(outcome, predicted)
+    spent = sum(step.telemetry_time_s for step in outcome.steps)
     if outcome.skipped:
         lines.append(f"skipped steps    {outcome.skipped}")
     total = sum(step.step_time_s for step in outcome.steps)
-    lines.append(f"time             {duration(total)} in {len(outcome.steps)} steps")
+    lines.append(
+        f"time             {duration(total)} in {len(outcome.steps)} steps; telemetry {spent / total:.2%} of it"
+    )
     if memory is not None:
         lines += ["", memory]
     if sample is not None:
