@@ -60,13 +60,17 @@ class Meters:
         """The report with what was measured in its step."""
         assert self.clock is not None
         start = time.perf_counter()
-        ranks = None
-        if self.times is not None:
-            alone = None if self.first.times is None else self.first.times.totals
-            own = _of_this_rank(self.session, self.clock, self.times, report.step_time_s, self.memory_before, alone)
-            ranks = RanksReport(gather(own, group=self.session.control), self.ledger)
+        ranks = self.hear(report.step_time_s)
         spent = time.perf_counter() - start + self.written_s
         return replace(report, instructions=self.clock.totals, ranks=ranks, telemetry_time_s=spent)
+
+    def hear(self, step_s: float) -> RanksReport | None:
+        """What all ranks saw in the step, where it is one in which they tell."""
+        if self.clock is None or self.times is None:
+            return None
+        alone = None if self.first.times is None else self.first.times.totals
+        own = _of_this_rank(self.session, self.clock, self.times, step_s, self.memory_before, alone)
+        return RanksReport(gather(own, group=self.session.control), self.ledger)
 
 
 def _of_this_rank(
