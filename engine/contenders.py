@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from conf.schema import Config, Family, ParallelConfig, Schedule
+from conf.schema import Config, Family
 from corpus.batches import Batch
 from engine.build import build_trainer
 from engine.device import this_device
 from engine.distributed import start
+from engine.first_steps import LAST
 from engine.measure import Contender, Step
+from engine.meters import Meters
 from engine.peers import torch_loop, transformers_ddp, transformers_loop
 from engine.peers_deepspeed import transformers_autotp, transformers_pipeline, transformers_zero1
 from engine.peers_dtensor import transformers_dtensor
+from engine.step import Trainer
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import open_groups
 from parallel.plan import ParallelPlan
-
-Mesh = tuple[int, int, int]  # tp, pp, dp
+from parallel.plan_name import Mesh, plan_config
 
 
 def ours(config: Config, plan: ParallelPlan) -> Step:
     """A step of the trainer that recipes/pretrain.py runs."""
+    trainer, _ = _opened(config, plan)
+
+    def step(batches: Sequence[Batch]) -> float:
+        return trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
+
+    return step
+
+
+def with_telemetry(config: Config, plan: ParallelPlan) -> Step:
+    """The same inside the meters of recipes/pretrain.py: every step clocked, all ranks heard in each."""
+    trainer, session = _opened(config, plan)
+    first: Any = SimpleNamespace(count=LAST + 1, times=None, watch=lambda trainer: nullcontext())
+    meters = Meters(session, first, interval=1, memory_before=0, ledger=())
+    steps = count(1)
+
+    def step(batches: Sequence[Batch]) -> float:
+        start = session.device.now()
+        with meters.watch(trainer, next(steps)):
+            loss = trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
+        meters.hear(session.device.now() - start)
+        return loss
+
+    return step
+
+
+def _opened(config: Config, plan: ParallelPlan) -> tuple[Trainer, Any]:
+    """The trainer, and what meters need of a session."""
     device = this_device()
     start(device, timeout_s=config.cluster.timeout_s)
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
@@ -35,39 +67,11 @@ def ours(config: Config, plan: ParallelPlan) -> Step:
     trainer = build_trainer(
         config, plan, groups, streams=streams, device=device, num_micro_batches=plan.num_micro_batches
     )
-
-    def step(batches: Sequence[Batch]) -> float:
-        return trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
-
-    return step
-
-
-PARTS = {"tp": r"tp(\d+)", "pp": r"pp(\d+)", "dp": r"dp(\d+)", "zero": r"zero([0-3])"}
-
-
-def plan_config(name: str, config: Config) -> tuple[Config, Mesh]:
-    """`config` split as a name such as "tp2_pp2_zero1_sp" says, and its mesh.
-
-    Raises ValueError where the name has a part that is none of tpN, ppN, dpN, zeroN, sp, a schedule.
-    """
-    numbers = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
-    parallel = ParallelConfig(name=name, recompute=config.parallel.recompute)
-    for part in name.split("_"):
-        found = {key: match for key, pattern in PARTS.items() if (match := re.fullmatch(pattern, part))}
-        for key, match in found.items():
-            numbers[key] = int(match[1])
-        if part == "sp":
-            parallel.sequence_parallel = True
-        elif part in {schedule.value for schedule in Schedule}:
-            parallel.schedule = Schedule(part)
-        elif not found:
-            raise ValueError(
-                f"benchmark.plans: {part!r} of {name!r} is not known; join tpN, ppN, dpN, zeroN, sp, eager1f1b by _"
-            )
-    parallel.tp, parallel.pp = numbers["tp"], numbers["pp"]
-    split = copy.deepcopy(config)
-    split.parallel, split.zero.stage = parallel, numbers["zero"]
-    return split, (numbers["tp"], numbers["pp"], numbers["dp"])
+    hosts, control = [""] * plan.world_size, torch.distributed.new_group(backend="gloo")
+    rank = torch.distributed.get_rank()
+    return trainer, SimpleNamespace(
+        groups=groups, device=device, plan=plan, rank=rank, hosts=hosts, control=control
+    )  # fmt: skip
 
 
 def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]:
@@ -81,6 +85,9 @@ def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]
         ranks = math.prod(mesh)
         ParallelPlan.from_config(split, ranks, device=this_device().kind)
         by_mesh.setdefault(mesh, []).append(Contender(name=f"ours {name}", config=split, ranks=ranks, open=ours))
+    if config.benchmark.telemetry:
+        return [(own, [replace(one, name=f"{one.name}, telemetry", open=with_telemetry) for one in own])
+                for own in by_mesh.values()]  # fmt: skip
     return [(own, peers(config, mesh)) for mesh, own in by_mesh.items()]
 
 
