@@ -24,6 +24,7 @@ Play = Callable[[Recipe], Run]
 BEYOND = 2  # steps played beyond the recorded parting
 SWAPPED = ("code", "config", "data", "plan")
 NOT_SWAPPED = ("packages", "hosts")
+STATE = "state"
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,22 @@ class _Side:
 
 
 def bisect(
-    first: Run, second: Run, found: Divergence, tolerance: Tolerance, play: Play, *, most_steps: int = 200,
+    first: Run,
+    second: Run,
+    found: Divergence,
+    tolerance: Tolerance,
+    play: Play,
+    *,
+    most_steps: int = 200,
+    begin: int | None = None,
     say: Callable[[str], None] = lambda line: None,
-) -> Bisection:  # fmt: skip
-    """first: the good run. say: called with a line before each replay, which takes its time."""
+) -> Bisection:
+    """first: the good run. begin: checkpoints of later steps are left aside. say: called with a line before each
+    replay, which takes its time."""
     if found.steps is None:
         return Bisection(["the two runs do not part: there is nothing to bisect"])
     try:
-        sides = [_side(run, step, most_steps) for run, step in zip((first, second), found.steps, strict=True)]
+        sides = [_side(run, step, most_steps, begin) for run, step in zip((first, second), found.steps, strict=True)]
     except Unplayable as reason:
         return Bisection([f"cannot be replayed: {reason}"])
     lines = [note for side in sides for note in side.notes]
@@ -102,12 +111,13 @@ def bisect(
     return Bisection([*lines, *_unswapped(sides)], parting, swaps, _confirmed(sides, swaps))
 
 
-def _side(run: Run, step: int, most_steps: int) -> _Side:
+def _side(run: Run, step: int, most_steps: int, begin: int | None) -> _Side:
     """Where to begin: the nearest checkpoint before the step; else, where the way is short enough, the run's start."""
     start = run.start_at(step)
     if not start.config:
         raise Unplayable(f"{run.name} kept no config")
-    before = [(at, path) for at, path in list_checkpoints(run.folder / "checkpoints") if at < step]
+    latest = step - 1 if begin is None else min(begin, step - 1)
+    before = [(at, path) for at, path in list_checkpoints(run.folder / "checkpoints") if at <= latest]
     begins, checkpoint = before[-1] if before else _origin(run, start)
     if step - begins > most_steps:
         kept = f"its nearest checkpoint is step {begins}" if begins else "it has no checkpoint before that any more"
@@ -166,8 +176,10 @@ def _swaps(
     first, second = sides
     if not brought and first.checkpoint is not None and second.checkpoint is not None:
         recipe = replace(first.recipe("state"), checkpoint=second.checkpoint)
-        what = f"state: {second.run.name}'s checkpoint of step {second.begins}"
-        yield _seen(what, recipe, base, tolerance, play, say)
+        what = f"{STATE}: {second.run.name}'s checkpoint of step {second.begins}"
+        seen = _seen(what, recipe, base, tolerance, play, say)
+        earlier = "; the cause came before it: --bisect-from STEP begins at an earlier checkpoint"
+        yield replace(seen, line=seen.line + earlier) if seen.brings else seen
 
 
 def _played(
@@ -229,8 +241,8 @@ def _unswapped(sides: Sequence[_Side]) -> Iterator[str]:
 
 
 def _confirmed(sides: Sequence[_Side], swaps: Sequence[Swap]) -> str | None:
-    """Only where exactly one thing brings it: two that do are two questions."""
-    brings = [swap for swap in swaps if swap.brings]
+    """Only where exactly one thing brings it: two that do are two questions. A state is no cause but its trace."""
+    brings = [swap for swap in swaps if swap.brings and not swap.what.startswith(STATE)]
     if len(brings) != 1:
         return None
     first, second = sides

@@ -91,7 +91,7 @@ def bisected(
         raise ValueError("--bisect compares two runs; name a good one before the bad one")
     with tempfile.TemporaryDirectory(prefix="bisect-") as folder, Player(Path(folder), asked.bisect_timeout) as play:
         found = bisect(
-            runs[0], runs[-1], pairs[-1].found, tolerance, play, most_steps=asked.bisect_steps,
+            runs[0], runs[-1], pairs[-1].found, tolerance, play, most_steps=asked.bisect_steps, begin=asked.bisect_from,
             say=lambda line: print(line, flush=True),
         )  # fmt: skip
         text = "\n".join([found.text(), *play.notes])
@@ -159,6 +159,9 @@ def parser() -> argparse.ArgumentParser:
     playing = found.add_argument_group("replays")
     playing.add_argument("--bisect", action="store_true", help="play the first and the last RUN again where they part")
     playing.add_argument("--bisect-steps", type=count, default=200, help="most steps of a replay (%(default)s)")
+    playing.add_argument(
+        "--bisect-from", type=count, metavar="STEP", help="begin at checkpoints of this step or earlier (the nearest)"
+    )
     playing.add_argument(
         "--bisect-timeout", type=share, default=1800.0, metavar="S", help="longest replay, in seconds (%(default)s)"
     )

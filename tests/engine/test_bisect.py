@@ -128,7 +128,14 @@ def test_where_no_setting_brings_it_the_checkpoints_are_exchanged(tmp_path: Path
 
     found = bisected(made(tmp_path / "a"), made(tmp_path / "b", 0.5, **ALL["config"]), Known(by_state))
     assert [swap.brings for swap in found.swaps] == [False, True]
-    assert found.confirmed is not None and found.confirmed.startswith("state: b's checkpoint of step 20")
+    assert found.swaps[1].what == "state: b's checkpoint of step 20"
+    assert "the cause came before it" in found.text() and found.confirmed is None
+
+
+def test_replays_begin_at_an_earlier_checkpoint_where_asked(tmp_path: Path) -> None:
+    play = Known()
+    assert bisected(made(tmp_path / "a"), made(tmp_path / "b", 0.01, **ALL["config"]), play, begin=19).confirmed
+    assert {recipe.checkpoint.name for recipe in play.recipes if recipe.checkpoint} == {"step-00000010"}
 
 
 def test_what_cannot_be_replayed_is_said(tmp_path: Path) -> None:
