@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -113,6 +115,14 @@ def test_the_gate_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([bad, "--gate", good, "--parity-steps", "40"]) == 1
     said = capsys.readouterr().out
     assert "gate parity FAILED: the loss of step 23" in said and "not judged until that is mended: memory" in said
+
+
+def test_comparing_imports_neither_torch_nor_hydra_nor_wandb() -> None:
+    code = "import sys, recipes.compare; print({'torch', 'hydra', 'wandb', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
 
 
 def test_a_long_curve_keeps_its_extremes_and_its_gaps() -> None:
