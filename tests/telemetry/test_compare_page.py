@@ -20,6 +20,7 @@ from telemetry.compare.runs import load_run
 from tests.telemetry.run_folders import event, loss_at, plain_config, step_row, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script>"
+ROOT = Path(__file__).resolve().parents[2]
 VOID = {"meta", "br"}
 
 
@@ -119,9 +120,7 @@ def test_the_gate_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_comparing_imports_neither_torch_nor_hydra_nor_wandb() -> None:
     code = "import sys, recipes.compare; print({'torch', 'hydra', 'wandb', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
 
