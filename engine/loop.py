@@ -20,7 +20,7 @@ from corpus.batches import StepBatches, evaluation_batches
 from corpus.dataset import Dataset, PassedOver, merged_ranges, passed_over_place
 from engine import last_state
 from engine.checkpoints import Checkpoints, Progress, SaveReport
-from engine.failure import StoppedOnRequest, StopRun
+from engine.failure import StoppedByAlert, StoppedOnRequest, StopRun
 from engine.schedules import learning_rate
 from engine.session import Rates, Session
 from engine.step import Trainer
@@ -62,7 +62,7 @@ def samples_after(plan: ParallelPlan, steps: int) -> int:
 @dataclass(frozen=True)
 class Run:
     """What the loop works with: data, checkpoints, and the timeline that its events go to. watch: entered around every
-    train_batch.
+    train_batch. alert_flags: whether an alert on this rank asks to stop, and whether it asks for a checkpoint first.
     """
 
     trainer: Trainer
@@ -73,6 +73,7 @@ class Run:
     checkpoints: Checkpoints
     timeline: Timeline
     watch: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext
+    alert_flags: Callable[[], tuple[bool, bool]] = lambda: (False, False)
 
     @cached_property
     def total_tokens(self) -> int:
@@ -117,13 +118,15 @@ def _train_until_bad(
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
                 yield _evaluate(run, progress)
             saves = run.checkpoints.poll()
-            stop, cannot_save, is_bad = session.agree(
-                session.stop_requested, run.checkpoints.must_stop, _is_bad(report, recent, config)
+            stop, cannot_save, is_bad, *alert = session.agree(
+                session.stop_requested, run.checkpoints.must_stop, _is_bad(report, recent, config), *run.alert_flags()
             )
             recent.append(report)
             _note_saves(run, saves)
             if cannot_save:
                 raise StopRun("a checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
+            if alert[0]:
+                _stop_by_alert(run, progress, saves=alert[1])
             bad_steps = bad_steps + 1 if is_bad else 0
             if is_bad:
                 bad = _BadStep(before, progress, report.loss)
@@ -235,6 +238,12 @@ def _stop(run: Run, progress: Progress) -> None:
     raise StoppedOnRequest(
         f"stopped on request after step {progress.step}, checkpoint saved; the same command with resume=auto goes on"
     )
+
+
+def _stop_by_alert(run: Run, progress: Progress, *, saves: bool) -> None:
+    _note_saves(run, run.checkpoints.save(progress, wait=True) if saves else run.checkpoints.finish())
+    run.timeline.add("stopped by alert", step=progress.step)
+    raise StoppedByAlert(progress.step, run.checkpoints.newest())
 
 
 def _finish_saves(run: Run, progress: Progress) -> None:

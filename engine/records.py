@@ -8,6 +8,7 @@ import dataclasses
 import signal
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from conf.load import fingerprint, to_plain
 from engine.device import matmul_rate
@@ -17,8 +18,9 @@ from engine.first_steps import FirstSteps
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
+from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
-from telemetry.report import EvaluationReport, StepReport
+from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import identity, write_json
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
@@ -39,6 +41,7 @@ class RunRecords:
         self.expected: Expected | None = None
         self.is_compared = False
         self.wandb_on = False
+        self.alerts: AlertMonitor | None = None  # on rank 0
 
     @property
     def folder(self) -> Path:
@@ -58,6 +61,8 @@ class RunRecords:
             name, parameters = session.device.name, parameter_count(config.model)
             announce(describe_plan(config, plan, parameters=parameters, device_name=name, profile=expected.line()))
             self._write_identity(expected)
+            self.alerts = AlertMonitor(config.alerts, self.folder, timeline=self.timeline)
+            announce(self.alerts.start_page())
             self.sinks = Sinks(self._open_sinks(expected))
         self.memory_before = session.device.memory_bytes()
         self.first_steps = FirstSteps(
@@ -68,7 +73,8 @@ class RunRecords:
     def _write_identity(self, expected: Expected) -> None:
         config, plan = self.session.config, self.session.plan
         write_json(self.folder / "config.json", to_plain(config))
-        about = {"predicted_bytes": self._predicted(), "profile": expected.identity}
+        about: dict[str, Any] = {"predicted_bytes": self._predicted(), "profile": expected.identity}
+        about |= {"predicted": expected.predicted, "observed": expected.observed}
         write_json(self.folder / "plan.json", dataclasses.asdict(plan) | about)
         record = identity(
             self.session.run_id,
@@ -108,8 +114,14 @@ class RunRecords:
         """Called on all ranks alike."""
         self.outcome.add(report)
         self.sinks.write(report)
+        if self.alerts is not None:
+            self.alerts.observe(as_metrics(report), None, self.sinks)
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
+
+    def alert_flags(self) -> tuple[bool, bool]:
+        """Whether an alert on this rank asks to stop, and whether it asks for a checkpoint first."""
+        return self.alerts.flags if self.alerts is not None else (False, False)
 
     def _compare(self) -> None:
         """Print and keep what was predicted beside what the first steps took. Called on all ranks alike."""
