@@ -38,12 +38,9 @@ class StoppedOnRequest(StopRun):
 class StoppedByAlert(StopRun):
     """An alert rule asked for the end of the run."""
 
-    def __init__(self, step: int, newest: Path | None) -> None:
+    def __init__(self, reason: str, newest: Path | None) -> None:
         held = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint"
-        super().__init__(
-            f"an alert asked to stop after step {step} (see it above and in timeline.jsonl); {held}; when it is "
-            "mended, the same command with resume=auto goes on"
-        )
+        super().__init__(f"{reason}\n{held}; when it is mended, the same command with resume=auto goes on")
 
 
 def report_failure(folder: Path | None, error: BaseException, *, rank: int, state: str) -> None:

@@ -20,6 +20,7 @@ from corpus.batches import StepBatches, evaluation_batches
 from corpus.dataset import Dataset, PassedOver, merged_ranges, passed_over_place
 from engine import last_state
 from engine.checkpoints import Checkpoints, Progress, SaveReport
+from engine.distributed import broadcast
 from engine.failure import StoppedByAlert, StoppedOnRequest, StopRun
 from engine.schedules import learning_rate
 from engine.session import Rates, Session
@@ -62,7 +63,7 @@ def samples_after(plan: ParallelPlan, steps: int) -> int:
 @dataclass(frozen=True)
 class Run:
     """What the loop works with: data, checkpoints, and the timeline that its events go to. watch: entered around every
-    train_batch. alert_flags: whether an alert on this rank asks to stop, and whether it asks for a checkpoint first.
+    train_batch. alert: the event of the alert that asks to stop, on rank 0.
     """
 
     trainer: Trainer
@@ -73,7 +74,7 @@ class Run:
     checkpoints: Checkpoints
     timeline: Timeline
     watch: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext
-    alert_flags: Callable[[], tuple[bool, bool]] = lambda: (False, False)
+    alert: Callable[[], dict[str, Any] | None] = lambda: None
 
     @cached_property
     def total_tokens(self) -> int:
@@ -118,21 +119,22 @@ def _train_until_bad(
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
                 yield _evaluate(run, progress)
             saves = run.checkpoints.poll()
-            stop, cannot_save, is_bad, *alert = session.agree(
-                session.stop_requested, run.checkpoints.must_stop, _is_bad(report, recent, config), *run.alert_flags()
+            bad = _is_bad(report, recent, config)
+            stop, cannot_save, is_bad, alerted = session.agree(
+                session.stop_requested, run.checkpoints.must_stop, bad, run.alert() is not None
             )
             recent.append(report)
             _note_saves(run, saves)
             if cannot_save:
                 raise StopRun("a checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
-            if alert[0]:
-                _stop_by_alert(run, progress, saves=alert[1])
+            if alerted:
+                _stop_by_alert(run, progress)
             bad_steps = bad_steps + 1 if is_bad else 0
             if is_bad:
-                bad = _BadStep(before, progress, report.loss)
-                _note_bad(run, bad)
+                bad_step = _BadStep(before, progress, report.loss)
+                _note_bad(run, bad_step)
                 if config.train.on_bad_step is OnBadStep.rollback and run.checkpoints.newest() is not None:
-                    return bad
+                    return bad_step
                 if bad_steps >= config.train.max_bad_steps:
                     raise NonFiniteError(
                         f"loss or gradients were not finite, or the loss spiked, for {bad_steps} steps in a row, up to "
@@ -240,10 +242,12 @@ def _stop(run: Run, progress: Progress) -> None:
     )
 
 
-def _stop_by_alert(run: Run, progress: Progress, *, saves: bool) -> None:
+def _stop_by_alert(run: Run, progress: Progress) -> None:
+    alert = broadcast(run.alert())
+    saves = alert["action"] == "checkpoint_and_stop"
     _note_saves(run, run.checkpoints.save(progress, wait=True) if saves else run.checkpoints.finish())
-    run.timeline.add("stopped by alert", step=progress.step)
-    raise StoppedByAlert(progress.step, run.checkpoints.newest())
+    run.timeline.add("stopped by alert", step=progress.step, alert=alert["alert"], slice=alert["slice"])
+    raise StoppedByAlert(f"stopped after step {progress.step} by {alert['message']}", run.checkpoints.newest())
 
 
 def _finish_saves(run: Run, progress: Progress) -> None:

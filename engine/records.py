@@ -119,9 +119,9 @@ class RunRecords:
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
 
-    def alert_flags(self) -> tuple[bool, bool]:
-        """Whether an alert on this rank asks to stop, and whether it asks for a checkpoint first."""
-        return self.alerts.flags if self.alerts is not None else (False, False)
+    def alert(self) -> dict[str, Any] | None:
+        """The event of the alert that asks to stop the run, on rank 0."""
+        return self.alerts.stop if self.alerts is not None else None
 
     def _compare(self) -> None:
         """Print and keep what was predicted beside what the first steps took. Called on all ranks alike."""

@@ -54,7 +54,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
             progress = begin(start, checkpoints, records.timeline)
             parts = Run(
                 trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline,
-                watch=records.first_steps.watch, alert_flags=records.alert_flags,
+                watch=records.first_steps.watch, alert=records.alert,
             )  # fmt: skip
             for report in train(parts, progress):
                 records.write(report)

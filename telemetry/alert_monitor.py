@@ -73,12 +73,6 @@ class AlertMonitor:
             if stops and event["event"] == RAISED and self.stop is None:
                 self.stop = event
 
-    @property
-    def flags(self) -> tuple[bool, bool]:
-        """(an alert asks to stop, it asks for a checkpoint first)."""
-        saves = self.stop is not None and self.stop["action"] == AlertAction.checkpoint_and_stop.value
-        return self.stop is not None, saves
-
 
 def _switched_off(event: Event, step: int) -> Event:
     """What clears an alert whose rule is no longer there."""
