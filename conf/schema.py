@@ -259,7 +259,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    alerts: dict[str, Any] = field(default_factory=dict)  # name -> rule (conf/alert_schema.py); loaded: AlertRule
+    alerts: dict[str, Any] = field(default_factory=dict)  # AlertRule by name: conf/alerts, and alerts.NAME.FIELD
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,46 @@ class Seen:
 
 
 def history(folder: Path) -> Iterator[Expectation | Seen]:
-    """ValueError where the folder holds no run."""
-    rows, gathered = lines(folder / "metrics.jsonl"), lines(folder / "ranks.jsonl")
+    """In the order of the files, a line at a time: those of a long run are large. ValueError for no run's folder."""
     starts = _starts(folder)
+    rows, gathered = lines(folder / "metrics.jsonl"), _Gathered(folder / "ranks.jsonl")
     ends: list[Any] = [*((first, first_rank) for _, first, first_rank in starts[1:]), (None, None)]
-    for (expectation, first, first_rank), (end, rank_end) in zip(starts, ends, strict=True):
+    for (expectation, first, _), (end, rank_end) in zip(starts, ends, strict=True):
         yield expectation
-        ranks: dict[int, list[list[Row]]] = {}
-        for line in gathered[first_rank:rank_end]:
-            if line is not None:
-                ranks.setdefault(line["step"], []).append(line["ranks"])
-        for row in rows[first:end]:
-            if row is None:
-                continue
-            waiting = ranks.get(row["step"]) if "train/loss" in row else None  # a step trained twice comes twice
-            yield Seen(row, waiting.pop(0) if waiting else None)
+        for row in islice(rows, None if end is None else end - first):
+            if row is not None:
+                yield Seen(row, gathered.of_step(row["step"], rank_end) if "train/loss" in row else None)
+        gathered.skip_to(rank_end)
+
+
+class _Gathered:
+    """ranks.jsonl beside metrics.jsonl: its lines come in the order of the rows that they belong to."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines = lines(path)
+        self.number = 0  # lines before `held`
+        self.held: Any = next(self.lines, _END)
+
+    def of_step(self, step: int, end: int | None) -> list[Row] | None:
+        while self.held is None:  # half-written
+            self._advance()
+        if self.held is _END or self.held["step"] != step or (end is not None and self.number >= end):
+            return None
+        found = self.held["ranks"]
+        self._advance()
+        return found
+
+    def skip_to(self, end: int | None) -> None:
+        """Lines whose row a killed start did not get to write."""
+        while end is not None and self.number < end:
+            self._advance()
+
+    def _advance(self) -> None:
+        self.held = next(self.lines, _END)
+        self.number += 1
+
+
+_END = object()
 
 
 def run_through(alerts: Alerts, folder: Path) -> list[Event]:
@@ -68,11 +94,18 @@ def still_raised(folder: Path) -> dict[tuple[str, str], Event]:
     return found
 
 
-def lines(path: Path) -> list[Any]:
+def lines(path: Path) -> Iterator[Any]:
     """One item a line; None for one that is no JSON (written by a start that was killed)."""
+    if path.exists():
+        with path.open() as file:
+            yield from (_parsed(line) for line in file if line.strip())
+
+
+def count_lines(path: Path) -> int:
     if not path.exists():
-        return []
-    return [_parsed(line) for line in path.read_text().split("\n") if line.strip()]
+        return 0
+    with path.open() as file:
+        return sum(1 for line in file if line.strip())
 
 
 def _parsed(line: str) -> Any:

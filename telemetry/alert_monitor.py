@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import AlertAction, AlertRule
-from telemetry.alert_history import ON, expectation_of, lines, run_through, still_raised
+from telemetry.alert_history import ON, count_lines, expectation_of, run_through, still_raised
 from telemetry.alert_values import Row
 from telemetry.alerts import CLEARED, RAISED, Alerts, Event, silent
 from telemetry.sinks import Sinks
@@ -30,7 +30,7 @@ class AlertMonitor:
         self.stop: Event | None = None
         before = still_raised(folder)
         self.silent = silent(rules, expectation_of(folder))
-        had = [len(lines(folder / name)) for name in ("metrics.jsonl", "ranks.jsonl")]
+        had = [count_lines(folder / name) for name in ("metrics.jsonl", "ranks.jsonl")]
         if had[0]:
             run_through(self.alerts, folder)
             self.alerts.set_raised(list(before))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median
 from typing import Any
 
@@ -42,26 +43,35 @@ def values(rule: AlertRule, row: Row, ranks: Sequence[Row] | None, *, plan: str)
 
 
 def _stages(metric: str, row: Row) -> Iterator[Value]:
-    start = f"{metric}/stage"
-    for key, value in row.items():
-        if key.startswith(start) and key[len(start) :].isdigit():
-            number, stage = _number(value), int(key[len(start) :])
-            if number is not None:
-                yield Value(f"stage {stage}", number, stage)
+    for key, stage in _stage_keys(tuple(row), metric):
+        number = _number(row[key])
+        if number is not None:
+            yield Value(f"stage {stage}", number, stage)
 
 
 def _axes(metric: str, row: Row) -> Iterator[Value]:
     """communication/seconds: the sum over the operations of communication/AXIS/OPERATION/seconds."""
-    first, _, last = metric.partition("/")
-    form = re.compile(f"{re.escape(first)}/([^/]+)/[^/]+/{re.escape(last)}")
     sums: dict[str, float] = {}
-    for key, value in row.items():
-        found = form.fullmatch(key) if key.startswith(first) else None
-        number = _number(value)
-        if found is not None and number is not None:
-            sums[found[1]] = sums.get(found[1], 0.0) + number
+    for key, axis in _axis_keys(tuple(row), metric):
+        number = _number(row[key])
+        if number is not None:
+            sums[axis] = sums.get(axis, 0.0) + number
     for axis, total in sums.items():
         yield Value(f"axis {axis}", total, axis)
+
+
+# A run's rows have few sets of keys (with ranks gathered or not, evaluations), and a restart goes through all its rows.
+@lru_cache(maxsize=128)
+def _stage_keys(keys: tuple[str, ...], metric: str) -> list[tuple[str, int]]:
+    start = f"{metric}/stage"
+    return [(key, int(key[len(start) :])) for key in keys if key.startswith(start) and key[len(start) :].isdigit()]
+
+
+@lru_cache(maxsize=128)
+def _axis_keys(keys: tuple[str, ...], metric: str) -> list[tuple[str, str]]:
+    first, _, last = metric.partition("/")
+    form = re.compile(f"{re.escape(first)}/([^/]+)/[^/]+/{re.escape(last)}")
+    return [(key, found[1]) for key in keys if (found := form.fullmatch(key))]
 
 
 def _ranks(metric: str, ranks: Sequence[Row]) -> Iterator[Value]:

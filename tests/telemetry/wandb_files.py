@@ -74,3 +74,16 @@ def exit_code(folder: Path) -> int | None:
         if record.WhichOneof("record_type") == "exit":
             codes.append(record.exit.exit_code)
     return codes[-1] if codes else None
+
+
+def alerts(path: Path) -> list[tuple[str, str]]:
+    """(title, level) of each alert in one file."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for payload in payloads(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(payload)
+        if record.WhichOneof("record_type") == "alert":
+            found.append((record.alert.title, record.alert.level))
+    return found
