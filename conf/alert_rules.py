@@ -18,7 +18,8 @@ from parallel.expectation import AXIS, counterparts
 
 KINDS = ("train/", "validation/", "instruction/", "pipeline/", "memory/", "communication/", "ranks/")
 OF_RANKS = (
-    "compute_s", "waiting_s", "communication_s", "memory_bytes", "peak_bytes", "growth_bytes",
+    "step_s", "compute_s", "recompute_s", "waiting_s", "communication_s", "alone_s", "memory_bytes", "peak_bytes",
+    "growth_bytes",
 )  # fmt: skip
 
 

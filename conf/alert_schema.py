@@ -18,7 +18,7 @@ class NormalRange:
 
     relative_to: absolute, the bounds are the metric's own; prediction, they are relative to the plan's; observation, to
     the profile's last promoted one under these conditions; recent, to the median of the last `window` normal values of
-    this run; peers (slice rank), to the median of the ranks of the same stage.
+    this run; peers (slice rank), to the median of the other ranks of the same stage.
     """
 
     min: Optional[float] = None  # lowest normal value, or ratio to, or difference from, the reference; null: open

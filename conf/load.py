@@ -67,7 +67,7 @@ RANGES: dict[Range, str] = {
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s
+        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,

@@ -235,7 +235,8 @@ class TelemetryConfig:
 
     log_interval: int = 1  # steps between console lines (metrics.jsonl has every step)
     plot: bool = True  # write the loss curve as PNG at the end
-    time_collectives: bool = False  # time each axis's collectives in the second step, one by one
+    ranks_interval: int = 10  # steps between those in which all ranks tell what they measured; 0: none
+    time_collectives: bool = True  # time each axis's collectives in the second step, one by one
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 

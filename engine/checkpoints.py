@@ -62,13 +62,16 @@ RANDOM_STATE_RULE = "reseeded each step from (seed, step, data rank, stage): not
 class Progress:
     """Where a run stands between two steps: with weights and optimizer states, all that the next step depends on.
 
-    step, samples, tokens: trained so far; passed_over: [first, last) ranges of sample indices that are left out.
+    step, samples, tokens, seconds: trained so far; skipped: steps that updated nothing; passed_over: [first, last)
+    ranges of sample indices that are left out.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     passed_over: tuple[tuple[int, int], ...] = ()
+    seconds: float = 0.0
+    skipped: int = 0
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Progress:
@@ -101,6 +104,7 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")  # its own: an asynchronous save talks while training does
         self.stager = HostCopy(session.device)
         self.resumed_from: int | None = None
+        self.saved = 0, time.perf_counter()  # step of the newest checkpoint, or of the start, and since when
         self.must_stop = False  # a save failed, and that shall end the run
         self.last_failed = False  # the newest save that has ended
         self._pending: tuple[Future[Any], SaveReport, float] | None = None
@@ -150,6 +154,7 @@ class Checkpoints:
         report = dataclasses.replace(report, total_s=time.perf_counter() - start)
         self.last_failed = error is not None
         if error is None:
+            self.saved = report.step, time.perf_counter()
             return [report]
         if not isinstance(error, dcp.CheckpointException):
             raise error
@@ -193,6 +198,7 @@ class Checkpoints:
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
         self.resumed_from = manifest["progress"]["step"]
+        self.saved = self.resumed_from, time.perf_counter()
         if manifest["corpus_fingerprint"] != self.corpus_fingerprint:
             announce("the corpus is not the checkpoint's: sample numbers go on, in other text")
         return Progress.from_plain(manifest["progress"])

@@ -65,10 +65,10 @@ def broadcast(value: Any, *, source: int = 0) -> Any:
     return box[0]
 
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks, by rank, on every rank."""
+def gather(value: Any, *, group: Any = None) -> list[Any]:
+    """The values of all ranks, by rank, on every rank. group: of all ranks, another than the world's own."""
     values: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 

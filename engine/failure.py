@@ -17,7 +17,10 @@ from pathlib import Path
 
 import psutil
 
+from engine import last_state
+from telemetry.redact import redacted
 from telemetry.run_folder import utc_now
+from telemetry.timeline import Timeline
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
@@ -45,7 +48,7 @@ class StoppedByAlert(StopRun):
 
 def report_failure(folder: Path | None, error: BaseException, *, rank: int, state: str) -> None:
     """Write last state and traceback to the rank's log, the traceback to stderr too where this rank fails first."""
-    text = "".join(traceback.format_exception(error))
+    text = redacted("".join(traceback.format_exception(error)))
     if folder is None:
         print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
         return
@@ -54,7 +57,7 @@ def report_failure(folder: Path | None, error: BaseException, *, rank: int, stat
         time.sleep(1.0)  # the rank that failed first may still be writing its own report
         message = f"a peer of rank {rank} died without a word (killed, or out of memory), which one the "
         message += f"launcher's lines say; rank {rank}: {state}"
-        if claim_failure(folder, rank=rank, error=message):
+        if claim_failure(folder, rank=rank, error=message, outcome="rank lost"):
             print(f"a rank was lost: {message}", file=sys.stderr, flush=True)
         return
     if claim_failure(folder, rank=rank, error=repr(error)):
@@ -71,9 +74,11 @@ def append_to_log(folder: Path, text: str, *, rank: int) -> None:
         print(f"rank {rank}: its log cannot be written ({error.strerror})", file=sys.stderr, flush=True)
 
 
-def claim_failure(folder: Path, *, rank: int, error: str) -> bool:
-    """Write failed.json unless another rank did: whether this rank is the first, as far as the disk can tell."""
-    record = {"rank": rank, "error": error, "time": utc_now()}
+def claim_failure(folder: Path, *, rank: int, error: str, outcome: str = "failed") -> bool:
+    """Write failed.json, and the end on the timeline, unless another rank did: whether this rank is the first, as far
+    as the disk can tell. outcome: failed, rank lost, hung, interrupted or terminated.
+    """
+    record = redacted({"rank": rank, "error": error, "time": utc_now()})
     try:
         with (folder / "failed.json").open("x") as claim:
             claim.write(json.dumps(record) + "\n")
@@ -81,6 +86,10 @@ def claim_failure(folder: Path, *, rank: int, error: str) -> bool:
         return False
     except OSError:
         return True
+    timeline, step = Timeline(folder / "timeline.jsonl"), last_state.current().step
+    if outcome == "rank lost":
+        timeline.add("rank lost", step=step, error=error, told_by=rank)
+    timeline.add("end", step=step, outcome=outcome, rank=rank, error=error)
     return True
 
 

@@ -1,7 +1,7 @@
 """Measures the first steps of a run beside its prediction: memory in the first, collectives in the second where asked,
 step time and bubble in those after.
 
-Entered around each train_batch (`engine.loop.Run.watch`) on every rank alike; after the last of them it does nothing.
+Entered around each clocked train_batch (`engine.meters`) on every rank alike; after the last of them it does nothing.
 Not here: how each is measured (tensor_bytes, collective_times, instruction_clock) and the table
 (`telemetry.prediction_table`).
 """
@@ -15,7 +15,6 @@ from typing import Any
 
 from engine.collective_times import CollectiveTimes
 from engine.distributed import gather
-from engine.instruction_clock import InstructionClock
 from engine.session import Session
 from engine.step import Trainer
 from engine.tensor_bytes import MeasuredStep
@@ -47,21 +46,15 @@ class FirstSteps:
             with self.memory:
                 yield
         elif self.count == 2 and self.collectives:
-            self.times = CollectiveTimes(self.session.groups, self.session.device.torch_device)
+            device = self.session.device.torch_device
+            self.times = CollectiveTimes(self.session.groups, device, where=lambda: trainer.clock.current)
             with self.times:
-                yield
-        elif DISTURBED < self.count <= LAST and getattr(trainer, "clock", None) is not None:
-            with self._clocked(trainer.clock):  # type: ignore[attr-defined]
                 yield
         else:
             yield
-
-    @contextmanager
-    def _clocked(self, clock: InstructionClock) -> Iterator[None]:
-        with clock:
-            yield
-        self.waiting.append(clock.waiting_s)
-        self.transfer_s.append(clock.transfer_s)
+        if DISTURBED < self.count <= LAST:
+            self.waiting.append(trainer.clock.waiting_s)
+            self.transfer_s.append(trainer.clock.transfer_s)
 
     def add(self, report: StepReport) -> bool:
         """Whether this was the last step to measure."""

@@ -22,11 +22,10 @@ from engine import last_state
 from engine.checkpoints import Checkpoints, Progress, SaveReport
 from engine.distributed import broadcast
 from engine.failure import StoppedByAlert, StoppedOnRequest, StopRun
-from engine.schedules import learning_rate
+from engine.schedules import learning_rate_at, samples_after
 from engine.session import Rates, Session
 from engine.step import Trainer
-from parallel.flops import model_flops_per_token
-from parallel.plan import ParallelPlan
+from parallel.flops import hardware_flops_per_token, model_flops_per_token
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.timeline import Timeline
 
@@ -35,35 +34,10 @@ class NonFiniteError(StopRun):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
-def learning_rate_at(config: Config, *, step: int, tokens: int, total_tokens: int) -> float:
-    """Rate for the step that ends with `step` steps and `tokens` tokens done."""
-    train = config.train
-    in_tokens = train.lr_unit == "tokens"
-    wsd = train.lr_schedule.value == "wsd"
-    end = total_tokens if in_tokens else train.train_iters
-    return learning_rate(
-        tokens if in_tokens else step,
-        schedule=train.lr_schedule,
-        peak=train.lr,
-        min_ratio=train.min_lr_ratio,
-        warmup=train.lr_warmup,
-        end=end if wsd or train.lr_decay is None else train.lr_decay,
-        decay=train.lr_decay if wsd else None,
-    )
-
-
-def samples_after(plan: ParallelPlan, steps: int) -> int:
-    """Samples seen after `steps` optimizer steps, batch ramp-up included."""
-    samples = 0
-    for _ in range(steps):
-        samples += plan.num_micro_batches_at(samples) * plan.micro_batch_size * plan.data_parallel_size
-    return samples
-
-
 @dataclass(frozen=True)
 class Run:
     """What the loop works with: data, checkpoints, and the timeline that its events go to. watch: entered around every
-    train_batch. alert: the event of the alert that asks to stop, on rank 0.
+    train_batch; see: completes the report of its step; alert: the event of the alert that asks to stop, on rank 0.
     """
 
     trainer: Trainer
@@ -73,7 +47,8 @@ class Run:
     rates: Rates
     checkpoints: Checkpoints
     timeline: Timeline
-    watch: Callable[[Trainer], AbstractContextManager[Any]] = nullcontext
+    watch: Callable[[Trainer, int], AbstractContextManager[Any]] = lambda trainer, step: nullcontext()
+    see: Callable[[StepReport], StepReport] = lambda report: report
     alert: Callable[[], dict[str, Any] | None] = lambda: None
 
     @cached_property
@@ -89,21 +64,22 @@ def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
     Raises, on every rank at the same step: NonFiniteError after `train.max_bad_steps` bad steps in a row;
     StoppedOnRequest when somebody asked to stop and the step is saved; StopRun where a failed save shall stop the run.
     """
+    began = time.perf_counter() - start.seconds
     if start.step == 0 and _evaluates(run):
-        yield _evaluate(run, start)
+        yield _evaluate(run, start, began)
     progress, rollbacks = start, Counter[int]()
     run.session.finishes_steps = True
     while progress.step < run.session.config.train.train_iters:
-        reached = yield from _train_until_bad(run, progress)
+        reached = yield from _train_until_bad(run, progress, began)
         progress = _roll_back(run, reached, rollbacks) if isinstance(reached, _BadStep) else reached
     _finish_saves(run, progress)
     run.session.finishes_steps = False
 
 
 def _train_until_bad(
-    run: Run, progress: Progress
+    run: Run, progress: Progress, began: float
 ) -> Generator[StepReport | EvaluationReport, None, Progress | _BadStep]:
-    """Steps to the end, or to one that is to be rolled back."""
+    """Steps to the end, or to one that is to be rolled back. began: when the run would have, had it never paused."""
     session, config, plan = run.session, run.session.config, run.session.plan
     recent: deque[StepReport] = deque(maxlen=50)
     bad_steps = 0
@@ -112,12 +88,15 @@ def _train_until_bad(
         StepBatches(dataset, plan=plan, data_rank=session.groups.data.rank, first_sample=progress.samples)
     ) as stream:
         while progress.step < config.train.train_iters:
-            report = _train_step(run, progress, stream, recent)
+            report = run.see(_train_step(run, progress, stream, recent, began))
             before = progress
-            progress = replace(progress, step=report.step, samples=report.samples, tokens=report.tokens)
+            progress = replace(
+                progress, step=report.step, samples=report.samples, tokens=report.tokens,
+                seconds=3600 * report.hours, skipped=report.skipped_steps,
+            )  # fmt: skip
             yield report
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
-                yield _evaluate(run, progress)
+                yield _evaluate(run, progress, began)
             saves = run.checkpoints.poll()
             bad = _is_bad(report, recent, config)
             stop, cannot_save, is_bad, alerted = session.agree(
@@ -148,7 +127,9 @@ def _train_until_bad(
     return progress
 
 
-def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Sequence[StepReport]) -> StepReport:
+def _train_step(
+    run: Run, progress: Progress, stream: StepBatches, recent: Sequence[StepReport], began: float
+) -> StepReport:
     trainer, session, config, plan = run.trainer, run.session, run.session.config, run.session.plan
     sequence = config.data.sequence_length
     groups, device = session.groups, session.device
@@ -164,11 +145,16 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
     tokens = progress.tokens + step_tokens
     lr = learning_rate_at(config, step=step, tokens=tokens, total_tokens=run.total_tokens)
     session.streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
-    with run.watch(trainer):
+    with run.watch(trainer, step):
         result = trainer.train_batch(batches, lr=lr)
-    step_time = device.now() - start
-    rate = step_tokens * model_flops_per_token(config.model, sequence) / step_time / plan.world_size
+    end = device.now()
+    step_time = end - start
+    model_flops = model_flops_per_token(config.model, sequence)
+    rate = step_tokens * model_flops / step_time / plan.world_size
+    hardware_rate = rate * hardware_flops_per_token(config.model, sequence, recompute=plan.recompute) / model_flops
     pace = median([report.step_time_s for report in recent] + [step_time])
+    peak, measured = run.rates.peak, run.rates.measured
+    saved_step, saved_at = run.checkpoints.saved
     return StepReport(
         step=step,
         train_iters=config.train.train_iters,
@@ -176,17 +162,26 @@ def _train_step(run: Run, progress: Progress, stream: StepBatches, recent: Seque
         learning_rate=lr,
         grad_norm=result.grad_norm,
         skipped=result.skipped,
+        skipped_steps=progress.skipped + result.skipped,
+        loss_scale=result.loss_scale,
         samples=progress.samples + step_samples,
         tokens=tokens,
+        flops=float(tokens * model_flops),
+        hours=(end - began) / 3600,
         step_time_s=step_time,
         data_time_s=data_time,
         tokens_per_s=step_tokens / step_time,
         unmasked_tokens_per_s=result.unmasked_tokens / step_time,
         tokens_per_s_per_device=step_tokens / step_time / plan.world_size,
         model_flops_per_s_per_device=rate,
-        mfu=rate / run.rates.peak if run.rates.peak else None,
-        mfu_of_measured_rate=rate / run.rates.measured,
+        mfu=rate / peak if peak else None,
+        hfu=hardware_rate / peak if peak else None,
+        mfu_of_measured_rate=rate / measured,
+        hfu_of_measured_rate=hardware_rate / measured,
+        memory_bytes=device.memory_bytes(),
         peak_memory_bytes=device.peak_memory_bytes(),
+        checkpoint_age_steps=step - saved_step,
+        checkpoint_age_s=end - saved_at,
         eta_s=pace * (config.train.train_iters - step),
     )
 
@@ -284,9 +279,9 @@ def _evaluates(run: Run) -> bool:
     return run.validation is not None and train.eval_interval > 0 and train.eval_samples > 0
 
 
-def _evaluate(run: Run, progress: Progress) -> EvaluationReport:
+def _evaluate(run: Run, progress: Progress, began: float) -> EvaluationReport:
     last_state.now("evaluate", step=progress.step)
-    plan, groups = run.session.plan, run.session.groups
+    plan, groups, config = run.session.plan, run.session.groups, run.session.config
     assert run.validation is not None
     batches = None
     if run.trainer.holds_data:
@@ -294,7 +289,12 @@ def _evaluate(run: Run, progress: Progress) -> EvaluationReport:
             run.validation,
             plan=plan,
             data_rank=groups.data.rank,
-            num_samples=run.session.config.train.eval_samples,
+            num_samples=config.train.eval_samples,
             micro_batch_multiple=2 * groups.pipeline.size if plan.schedule == "dualpipev" else 1,
         )
-    return EvaluationReport(step=progress.step, tokens=progress.tokens, loss=run.trainer.evaluate(batches))
+    loss = run.trainer.evaluate(batches)
+    run.timeline.add("evaluation", step=progress.step, loss=loss)
+    return EvaluationReport(
+        step=progress.step, tokens=progress.tokens, loss=loss, hours=(time.perf_counter() - began) / 3600,
+        flops=float(progress.tokens * model_flops_per_token(config.model, config.data.sequence_length)),
+    )  # fmt: skip

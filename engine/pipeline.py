@@ -27,10 +27,10 @@ from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
 from engine.eager_schedule import EagerExchange
 from engine.gradients import clip_factor, global_norm
-from engine.instruction_clock import InstructionClock
+from engine.instruction_clock import RECOMPUTES, InstructionClock
 from engine.loss import TokenLoss, count_unmasked, loss_scale
 from engine.optimizer import build_optimizer, parameter_groups
-from engine.step import StepResult, set_learning_rate, split_batch
+from engine.step import StepResult, applied_loss_scale, set_learning_rate, split_batch
 from model.layers import LayerSpec, run_layers
 from model.tensor_parallel.random import RandomStreams
 from model.tensor_parallel.weight_gradients import WeightGradients
@@ -132,6 +132,7 @@ class PipelineTrainer:
         if plan.schedule == "eager1f1b" and groups.pipeline.size > 1:
             self.exchange = EagerExchange(self.engine, groups.pipeline, lines=plan.topology.lines("pipe"))
         self.clock = InstructionClock(groups.pipeline, torch.device(self.engine.device))
+        streams.around_recompute = lambda: self.clock.span(RECOMPUTES)
         self.engine._INSTRUCTION_MAP = {
             kind: _noted(kind, run, self.clock) for kind, run in self.engine._INSTRUCTION_MAP.items()
         }
@@ -167,7 +168,7 @@ class PipelineTrainer:
         return StepResult(
             loss=float(loss), grad_norm=math.nan if norm is None else float(norm),
             skipped=engine.skipped_steps > skipped_before,
-            unmasked_tokens=unmasked,
+            unmasked_tokens=unmasked, loss_scale=applied_loss_scale(engine),
         )  # fmt: skip
 
     def evaluate(self, batches: Sequence[Batch] | None) -> float:

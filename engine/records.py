@@ -11,18 +11,21 @@ from types import TracebackType
 from typing import Any
 
 from conf.load import fingerprint, to_plain
+from engine.deepspeed_config import deepspeed_config
 from engine.device import matmul_rate
 from engine.distributed import gather
 from engine.expected import Expected, expect
 from engine.first_steps import FirstSteps
+from engine.meters import Meters
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
 from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
+from telemetry.redact import redacted
 from telemetry.report import EvaluationReport, StepReport, as_metrics
-from telemetry.run_folder import identity, write_json
-from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks
+from telemetry.run_folder import identity, write_json, write_start
+from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
 from telemetry.timeline import Timeline
 from telemetry.wandb_sink import open_wandb
@@ -31,9 +34,9 @@ from telemetry.wandb_sink import open_wandb
 class RunRecords:
     """with RunRecords(session, ...) as records: ... — on every rank alike; only rank 0 writes."""
 
-    def __init__(self, session: Session, *, corpus_fingerprint: str):
+    def __init__(self, session: Session, *, corpus_fingerprint: str, tokenizer_fingerprint: str):
         self.session = session
-        self.corpus_fingerprint = corpus_fingerprint
+        self.fingerprints = {"corpus_fingerprint": corpus_fingerprint, "tokenizer_fingerprint": tokenizer_fingerprint}
         self.outcome = Outcome()
         self.sinks = Sinks([])
         self.timeline = Timeline(self.folder / "timeline.jsonl" if session.rank == 0 else None)
@@ -68,29 +71,32 @@ class RunRecords:
         self.first_steps = FirstSteps(
             session, collectives=config.telemetry.time_collectives, memory_before=self.memory_before
         )
+        ledger = [] if self.expected is None else [one["total"] for one in self.expected.predicted["memory"]]
+        self.meters = Meters(
+            session, self.first_steps, interval=config.telemetry.ranks_interval, memory_before=self.memory_before,
+            ledger=ledger,
+        )  # fmt: skip
         return self
 
     def _write_identity(self, expected: Expected) -> None:
-        config, plan = self.session.config, self.session.plan
-        write_json(self.folder / "config.json", to_plain(config))
+        session, config, plan = self.session, self.session.config, self.session.plan
+        record = identity(
+            session.run_id, config_fingerprint=fingerprint(config), **self.fingerprints, seed=config.seed,
+            cluster=config.cluster.name, hosts=session.hosts, device=session.device.name, profile=expected.identity,
+        )  # fmt: skip
         about: dict[str, Any] = {"predicted_bytes": self._predicted(), "profile": expected.identity}
         about |= {"predicted": expected.predicted, "observed": expected.observed}
-        write_json(self.folder / "plan.json", dataclasses.asdict(plan) | about)
-        record = identity(
-            self.session.run_id,
-            config_fingerprint=fingerprint(config),
-            corpus_fingerprint=self.corpus_fingerprint,
-            seed=config.seed,
-            hosts=sorted(set(self.session.hosts)),
-        ) | {"profile": expected.identity}
-        if not (self.folder / "run.json").exists():  # else it goes on: its first start is its identity
-            write_json(self.folder / "run.json", record)
-        self.timeline.add("start", step=0, **record)
+        start = write_start(
+            self.folder, record, config=to_plain(config), plan=dataclasses.asdict(plan) | about,
+            deepspeed=deepspeed_config(config, plan, num_micro_batches=plan.num_micro_batches),
+        )  # fmt: skip
+        self.timeline.add("start", step=0, **record, start=start)
 
     def _open_sinks(self, expected: Expected) -> list[Sink]:
         config = self.session.config
         sinks: list[Sink] = [
             JsonlSink(self.folder / "metrics.jsonl"),
+            JsonlSink(self.folder / "ranks.jsonl", rank_rows),
             ConsoleSink(interval=config.telemetry.log_interval),
         ]
         online = open_wandb(
@@ -99,7 +105,7 @@ class RunRecords:
             folder=self.folder,
             experiment=config.run.experiment,
             default_name=f"{config.run.experiment}-{self.session.plan.label}",
-            config=to_plain(config) | {"profile": expected.identity},
+            config=redacted(to_plain(config) | {"profile": expected.identity}),
         )
         self.wandb_on = online is not None
         return [*sinks, online] if online is not None else sinks
@@ -115,7 +121,8 @@ class RunRecords:
         self.outcome.add(report)
         self.sinks.write(report)
         if self.alerts is not None:
-            self.alerts.observe(as_metrics(report), None, self.sinks)
+            ranks = [row["ranks"] for row in rank_rows(report)]
+            self.alerts.observe(as_metrics(report), ranks[0] if ranks else None, self.sinks)
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
 
@@ -159,7 +166,9 @@ class RunRecords:
         memory = memory_table(self._predicted(), measured) if self.session.device.kind == "cuda" else None
         self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}
         print(closing(self.outcome, memory=memory, sample=sample, files=files), flush=True)
-        write_json(self.folder / "complete.json", self.outcome.as_summary())
+        summary = self.outcome.as_summary()
+        write_json(self.folder / "complete.json", summary)
+        self.timeline.add("end", step=self.session.config.train.train_iters, outcome="complete", **summary)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -158,7 +158,7 @@ class Session:
         if isinstance(error, KeyboardInterrupt):
             word, code = ("terminated", error.code) if isinstance(error, Terminated) else _INTERRUPTED
             if self.folder is not None:
-                claim_failure(self.folder, rank=self.rank, error=word)
+                claim_failure(self.folder, rank=self.rank, error=word, outcome=word)
             leave(code)
         report_failure(self.folder, error, rank=self.rank, state=last_state.describe())
         leave(EXIT_FAILED)

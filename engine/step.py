@@ -9,24 +9,27 @@ from typing import Any, Protocol
 import torch
 
 from corpus.batches import Batch
+from engine.instruction_clock import InstructionClock
 
 
 @dataclass(frozen=True)
 class StepResult:
     """loss: mean over the global batch's unmasked tokens, before the update. grad_norm: global, before clipping.
     skipped: nothing was updated because a gradient was not finite. unmasked_tokens: of the global batch; 0 on ranks
-    that hold no data."""
+    that hold no data. loss_scale: fp16's, after the step; None in other formats."""
 
     loss: float
     grad_norm: float
     skipped: bool
     unmasked_tokens: int
+    loss_scale: float | None = None
 
 
 class Trainer(Protocol):
     """The one signature over PipelineEngine and DeepSpeedEngine. Every method is called on all ranks alike."""
 
     engine: Any
+    clock: InstructionClock
 
     @property
     def module(self) -> torch.nn.Module: ...
@@ -43,6 +46,11 @@ class Trainer(Protocol):
 def set_learning_rate(optimizer: Any, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def applied_loss_scale(engine: Any) -> float | None:
+    """What the loss is multiplied with before backward, in fp16."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
 
 
 def model_inputs(batch: Batch, *, with_positions: bool) -> Any:

@@ -1,16 +1,33 @@
-"""How long a call takes on ranks that make it together, as in training. Not here: what is timed."""
+"""Marks on a device's clock, and how long a call takes on ranks that make it together. Not here: what is timed."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from engine.device import Device
 from engine.distributed import broadcast, gather
 
 MOST_CALLS = 200  # of one trial
+
+
+def time_mark(device: torch.device) -> Any:
+    """Now: an event in the queue of a GPU, a clock's reading on a CPU, where a call ends before the next begins."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Of two marks; those of a GPU only after it was waited for."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def seconds_together(call: Callable[[], object], *, device: Device, trials: int, trial_s: float) -> float:

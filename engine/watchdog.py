@@ -141,7 +141,7 @@ class Watchdog:
             faulthandler.dump_traceback(log)
             records = last_state.flight_records(last=8)
             log.write("\n".join(["torch's flight recorder, newest last:", *records, ""]) if records else "")
-        if claim_failure(self.folder, rank=ending["rank"], error=ending["line"]):
+        if claim_failure(self.folder, rank=ending["rank"], error=ending["line"], outcome="hung"):
             print(ending["line"], file=sys.stderr, flush=True)
             for rank, state in ending["silent"].items():
                 append_to_log(self.folder, f"silent; last state that its peers know: {state}", rank=int(rank))

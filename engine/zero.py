@@ -18,9 +18,10 @@ from corpus.batches import Batch
 from engine import last_state
 from engine.deepspeed_config import deepspeed_config
 from engine.distributed import muted
+from engine.instruction_clock import RECOMPUTES, InstructionClock
 from engine.loss import TokenLoss, count_unmasked, loss_scale
 from engine.optimizer import build_optimizer, parameter_groups
-from engine.step import StepResult, model_inputs, set_learning_rate
+from engine.step import StepResult, applied_loss_scale, model_inputs, set_learning_rate
 from model.layers import LayerSpec, Transformer
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups
@@ -98,6 +99,8 @@ class ZeroTrainer:
                 config=deepspeed_config(config, plan, num_micro_batches=num_micro_batches),
             )
         self.module = self.engine.module
+        self.clock = InstructionClock(groups.pipeline, device)
+        streams.around_recompute = lambda: self.clock.span(RECOMPUTES)
 
     @property
     def holds_data(self) -> bool:
@@ -117,18 +120,21 @@ class ZeroTrainer:
         self.module.train()
         for number, batch in enumerate(batches):
             last_state.now("forward", micro_batch=number)
-            loss = self._loss(batch, scale)
+            with self.clock.span("ForwardPass"):
+                loss = self._loss(batch, scale)
             last_state.now("backward", micro_batch=number)
-            self.engine.backward(loss)
+            with self.clock.span("BackwardPass"):
+                self.engine.backward(loss)
             last_state.now("step", micro_batch=number)
-            self.engine.step()
+            with self.clock.span("OptimizerStep"):
+                self.engine.step()
             total += loss.detach()
         last_state.now("end of train_batch")
         norm = self.engine.get_global_grad_norm()
         return StepResult(
             loss=self._mean(total, len(batches)), grad_norm=math.nan if norm is None else float(norm),
             skipped=self.engine.skipped_steps > skipped_before,
-            unmasked_tokens=unmasked,
+            unmasked_tokens=unmasked, loss_scale=applied_loss_scale(self.engine),
         )  # fmt: skip
 
     def evaluate(self, batches: Sequence[Batch] | None) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from conf.schema import AlertReference, AlertSlice
 
 Numbers = Mapping[str, Any]
-SECONDS = ("tensor", "data", "pipe")  # of `Prediction.seconds`: communication that computation waits for
+COLLECTIVES = ("tensor", "data")  # of `Prediction.seconds`, and axes: what computation waits for
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,20 @@ def _communication(what: str) -> Callable[[Numbers, Any], float | None]:
 
 
 def _exposed(predicted: Numbers, _: Any) -> float | None:
-    """Communication that computation waits for, and waiting for other stages, over the step; a mean of the stages."""
+    """Collectives and transfers that computation waits for, over the step; a mean of the stages."""
     seconds = predicted.get("seconds")
     if seconds is None:
         return None
-    return sum(seconds[name] for name in (*SECONDS, "bubble")) / predicted["step_s"]
+    return sum(seconds[name] for name in (*COLLECTIVES, "pipe")) / predicted["step_s"]
 
 
 def _overlap(predicted: Numbers, _: Any) -> float | None:
-    """Share of all communication that runs beside computation; a mean of the stages."""
+    """Share of all collectives' time that runs beside computation; a mean of the stages."""
     seconds, stages = predicted.get("seconds"), predicted.get("communication", ())
     if seconds is None:
         return None
-    whole = sum(axis["seconds"] for axes in stages for axis in axes.values()) / len(stages)
-    return max(0.0, 1 - sum(seconds[name] for name in SECONDS) / whole) if whole > 0 else None
+    whole = sum(axes[axis]["seconds"] for axes in stages for axis in COLLECTIVES if axis in axes) / len(stages)
+    return max(0.0, 1 - sum(seconds[name] for name in COLLECTIVES) / whole) if whole > 0 else None
 
 
 def _recomputed(predicted: Numbers, _: Any) -> float | None:

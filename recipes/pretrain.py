@@ -45,7 +45,8 @@ def run(config: Config, plan: ParallelPlan) -> int:
             announce(start.note)
             return 0
         session.plan = plan = measured_plan(session)
-        with RunRecords(session, corpus_fingerprint=corpus.fingerprint) as records:
+        prints = {"corpus_fingerprint": corpus.fingerprint, "tokenizer_fingerprint": corpus.tokenizer.fingerprint}
+        with RunRecords(session, **prints) as records:
             trainer = build_trainer(
                 config, plan, session.groups, streams=session.streams, device=session.device,
                 num_micro_batches=plan.num_micro_batches_at(0),
@@ -54,7 +55,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
             progress = begin(start, checkpoints, records.timeline)
             parts = Run(
                 trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline,
-                watch=records.first_steps.watch, alert=records.alert,
+                watch=records.meters.watch, see=records.meters.see, alert=records.alert,
             )  # fmt: skip
             for report in train(parts, progress):
                 records.write(report)

@@ -9,7 +9,7 @@ OF = {
     AlertReference.prediction: "the prediction",
     AlertReference.observation: "the promoted observation",
     AlertReference.recent: "the recent median",
-    AlertReference.peers: "the median of its stage's ranks",
+    AlertReference.peers: "its stage's other ranks",
 }
 
 

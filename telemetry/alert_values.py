@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import median
 from typing import Any
 
 from conf.schema import AlertRule, AlertSlice
@@ -18,7 +19,7 @@ Row = Mapping[str, Any]
 class Value:
     """slice: "run", "stage 1", "rank 3", "axis tensor", "plan tp2_pp2"; index: what the expectation goes by.
 
-    where: the slice for a reader; peers: the median of the ranks of the same stage, where there are others.
+    where: the slice for a reader; peers: the median of the other ranks of the same stage, where there are any.
     """
 
     slice: str
@@ -79,11 +80,23 @@ def _ranks(metric: str, ranks: Sequence[Row]) -> Iterator[Value]:
     known = [(rank, number) for rank, number in numbers if number is not None]
     stages: dict[int, list[float]] = {}
     for rank, number in known:
-        stages.setdefault(rank["pp"], []).append(number)
+        if math.isfinite(number):
+            stages.setdefault(rank["pp"], []).append(number)
+    for stage in stages.values():
+        stage.sort()
     for rank, number in known:
-        stage = stages[rank["pp"]]
-        peers = median(stage) if len(stage) > 1 else None
+        peers = _median_of_others(stages.get(rank["pp"], []), number)
         yield Value(f"rank {rank['rank']}", number, rank["pp"], f"rank {rank['rank']} on {rank['host']}", peers)
+
+
+def _median_of_others(ordered: Sequence[float], one: float) -> float | None:
+    """Without copying the list once a rank: thousands of ranks may share a stage."""
+    count = len(ordered) - 1
+    if count < 1 or not math.isfinite(one):
+        return None
+    place = bisect_left(ordered, one)
+    low, high = ((count - 1) // 2, count // 2)
+    return sum(ordered[n if n < place else n + 1] for n in (low, high)) / 2
 
 
 def _number(value: Any) -> float | None:

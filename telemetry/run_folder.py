@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from conf.schema import RunConfig
+from telemetry.redact import redacted
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "omegaconf", "wandb", "tokenizers", "numpy")
 
@@ -87,26 +88,44 @@ def utc_now() -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write through a temporary name, so that a reader never sees half a file."""
+    """Write, without secrets, through a temporary name, so that a reader never sees half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    temporary.write_text(json.dumps(redacted(value), indent=2, default=str) + "\n")
     os.replace(temporary, path)
 
 
-def identity(run_id: str, *, config_fingerprint: str, corpus_fingerprint: str, seed: int, hosts: list[str]) -> dict:
-    """What ran, where, from which code: the content of run.json."""
+def identity(run_id: str, **about: Any) -> dict[str, Any]:
+    """What ran, when and from which code: the content of run.json. about: what the caller knows."""
     return {
         "id": run_id,
         "started": utc_now(),
         "command": shlex.join([sys.executable, *sys.argv]),
-        "config_fingerprint": config_fingerprint,
-        "corpus_fingerprint": corpus_fingerprint,
-        "seed": seed,
-        "hosts": hosts,
+        **about,
         "git_commit": git_commit(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "python": sys.version.split()[0],
     }
+
+
+def write_start(folder: Path, record: dict[str, Any], **files: Any) -> int:
+    """Keep what a start of the run began with: its number, from 1.
+
+    starts/N.json holds record (as "identity") and files, starts/N.patch the code's uncommitted changes, where there are
+    any. run.json is the first start's record; NAME.json of each file the newest start's.
+    """
+    starts = folder / "starts"
+    starts.mkdir(exist_ok=True)
+    number = 1 + len(list(starts.glob("*.json")))
+    record = record | {"start": number}
+    patch = git_changes()
+    if patch:
+        (starts / f"{number}.patch").write_text(redacted(patch))
+    write_json(starts / f"{number}.json", {"identity": record, **files})
+    for name, content in files.items():
+        write_json(folder / f"{name}.json", content)
+    if number == 1:
+        write_json(folder / "run.json", record)
+    return number
 
 
 @cache
@@ -118,6 +137,13 @@ def git_commit() -> str | None:
         return commit + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def git_changes() -> str:
+    """What `git apply` takes to bring a checkout of `git_commit` to this code; empty without changes or checkout."""
+    if not (git_commit() or "").endswith("+changes"):
+        return ""
+    return _git(Path(__file__).resolve().parents[1], "diff", "--binary", "HEAD") + "\n"
 
 
 def _git(folder: Path, *arguments: str) -> str:

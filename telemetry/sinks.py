@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from telemetry.report import EvaluationReport, StepReport, as_metrics
+from telemetry.run_folder import utc_now
 
 Report = StepReport | EvaluationReport
+Rows = Callable[[Report], list[dict[str, Any]]]
 
 
 class Sink(Protocol):
@@ -27,20 +29,29 @@ class Messenger(Protocol):
     def alert(self, title: str, text: str, level: str) -> None: ...
 
 
+def rank_rows(report: Report) -> list[dict[str, Any]]:
+    """For ranks.jsonl: a line a step in which all ranks told what they measured."""
+    if not isinstance(report, StepReport) or report.ranks is None:
+        return []
+    return [{"step": report.step, "time": utc_now(), "ranks": [one.as_row() for one in report.ranks.ranks]}]
+
+
 class JsonlSink:
-    """metrics.jsonl: every report as one line, flushed. A run that goes on appends: steps that a killed start trained
-    beyond its last checkpoint come twice, and the later row counts.
+    """metrics.jsonl, or another file: the rows of every report, one a line, flushed. A run that goes on appends: steps
+    that a killed start trained beyond its last checkpoint come twice, and the later row counts.
     """
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(
+        self, path: Path, rows: Callable[[Report], list[dict[str, Any]]] = lambda report: [as_metrics(report)]
+    ):
+        self.path, self.rows = path, rows
         torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.pending = b"\n" if torn else b""  # after a start that was killed while it wrote; what a full disk refused
         self.warned = False
 
     def write(self, report: Report) -> None:
-        self.pending += (json.dumps(as_metrics(report)) + "\n").encode()
+        self.pending += "".join(json.dumps(row) + "\n" for row in self.rows(report)).encode()
         try:
             while self.pending:
                 self.pending = self.pending[os.write(self.file, self.pending) :]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from telemetry.redact import redacted
 from telemetry.run_folder import utc_now
 
 
@@ -17,7 +18,9 @@ class Timeline:
         self.path = path
 
     def add(self, event: str, *, step: int, message: str | None = None, **details: Any) -> None:
-        """event: start, resume, checkpoint, checkpoint failed, skipped step, spike, rollback, stop request, end."""
+        """event: start, resume, weights, evaluation, checkpoint, checkpoint failed, bad step, rollback, alert raised,
+        alert cleared, rank lost, stopped on request, end.
+        """
         if self.path is None:
             return
         row = {"time": utc_now(), "event": event, "step": step, **details}
@@ -26,6 +29,6 @@ class Timeline:
             row["message"] = message
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(row, default=str) + "\n")
+                file.write(json.dumps(redacted(row), default=str) + "\n")
         except OSError as error:  # a full or lost disk ends no training
             print(f"warning: {self.path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)

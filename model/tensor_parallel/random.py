@@ -28,6 +28,7 @@ class RandomStreams:
         self.device = torch.device(device)
         self._state: Tensor  # the stream that is not in use now
         self._inside = False
+        self.around_recompute: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered while it lasts
         self.seed_step(seed=seed, step=0, data_rank=0, stage=0)
 
     def seed_step(self, *, seed: int, step: int, data_rank: int, stage: int) -> None:
@@ -64,7 +65,8 @@ class RandomStreams:
     def _with_state(self, state: Tensor) -> Iterator[None]:
         current, self._state = self._state, state
         try:
-            yield
+            with self.around_recompute():
+                yield
         finally:
             self._state = current
 

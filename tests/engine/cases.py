@@ -100,7 +100,7 @@ def one_rank(config: Config) -> Config:
 
 def reference_run(config: Config, *, steps: int = STEPS, model: Transformer | None = None) -> list[tuple[float, float]]:
     """(loss, gradient norm before clipping) of each step, by plain torch in this process."""
-    from engine.loop import learning_rate_at
+    from engine.schedules import learning_rate_at
 
     model = model or reference_model(config)
     flat = [p for p in model.parameters() if p.dim() == 1]

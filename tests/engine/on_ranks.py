@@ -13,7 +13,7 @@ from corpus.batches import micro_batches
 from engine.build import build_trainer
 from engine.device import this_device
 from engine.distributed import start
-from engine.loop import learning_rate_at
+from engine.schedules import learning_rate_at
 from engine.step import StepResult, Trainer
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups, open_groups

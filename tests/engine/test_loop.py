@@ -16,7 +16,8 @@ from conf.schema import OnBadStep
 from engine.checkpoints import Progress, SaveReport
 from engine.device import this_device
 from engine.failure import StopRun
-from engine.loop import NonFiniteError, Run, samples_after, train
+from engine.loop import NonFiniteError, Run, train
+from engine.schedules import samples_after
 from engine.session import Rates
 from engine.step import StepResult
 from parallel.groups import SINGLE
@@ -59,6 +60,7 @@ class NoCheckpoints:
     """One kept checkpoint at most, which `save` would be asked for."""
 
     must_stop = last_failed = False
+    saved = 0, time.perf_counter()
 
     def __init__(self, kept: Progress | None = None):
         self.kept = kept

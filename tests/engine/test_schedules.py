@@ -7,8 +7,7 @@ import math
 import pytest
 
 from conf.schema import LRSchedule
-from engine.loop import learning_rate_at
-from engine.schedules import learning_rate
+from engine.schedules import learning_rate, learning_rate_at
 from tests.engine.cases import tiny_config
 
 

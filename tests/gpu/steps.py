@@ -29,7 +29,7 @@ def main(name: str) -> None:
     from engine.build import build_trainer
     from engine.device import this_device
     from engine.distributed import start, stop
-    from engine.loop import learning_rate_at
+    from engine.schedules import learning_rate_at
     from model.tensor_parallel.random import RandomStreams
     from parallel.groups import open_groups
     from parallel.plan import ParallelPlan

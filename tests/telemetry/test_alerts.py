@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
 from conf.schema import AlertReference, AlertRule, AlertSlice, NormalRange, Persistence
 from parallel.expectation import Expectation
+from telemetry.alert_values import values
 from telemetry.alerts import CLEARED, RAISED, Alerts, silent
 from tests.telemetry.alert_cases import CASES, EXPECTED, INF, NAN, PREDICTED, Driven, ranks, shipped
 
@@ -105,6 +108,17 @@ def test_a_step_without_the_metric_is_no_observation(row):
     assert alerts.observe({"train/loss": 2.0}, None, 1) == []
     assert alerts.observe(row, None, 2) == []
     assert [event["event"] for event in alerts.observe({"train/loss": 2.0}, None, 3)] == [RAISED]
+
+
+def test_peers_are_the_other_ranks_of_the_stage():
+    chance = random.Random(0)
+    for count in (2, 3, 4, 7, 8):
+        numbers = [chance.choice([1.0, 2.0, 3.5, 9.0]) for _ in range(2 * count)]
+        found = values(shipped()["straggler"], {}, ranks(*numbers), plan="")
+        for one in found:
+            rank = int(one.slice.removeprefix("rank "))
+            stage = range(count) if rank < count else range(count, 2 * count)
+            assert one.peers == median(numbers[other] for other in stage if other != rank)
 
 
 def test_ranks_without_numbers_or_peers_are_no_observation():

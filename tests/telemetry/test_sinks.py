@@ -19,7 +19,7 @@ def test_every_report_is_one_line_of_metrics(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with Sinks([JsonlSink(path)]) as sinks:
         sinks.write(report(step=1, loss=3.0))
-        sinks.write(EvaluationReport(step=1, tokens=256, loss=2.5))
+        sinks.write(EvaluationReport(step=1, tokens=256, flops=1e9, hours=0.1, loss=2.5))
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["step"], first["train/loss"], first["tokens"]) == (1, 3.0, 256)
     assert (second["step"], second["validation/loss"]) == (1, 2.5)
@@ -82,7 +82,7 @@ def test_the_curve_is_drawn_from_metrics(tmp_path: Path) -> None:
     with Sinks([JsonlSink(path)]) as sinks:
         for step in range(1, 4):
             sinks.write(report(step=step))
-        sinks.write(EvaluationReport(step=3, tokens=1, loss=2.0))
+        sinks.write(EvaluationReport(step=3, tokens=1, flops=1e9, hours=0.1, loss=2.0))
     plot_losses(path, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -97,10 +97,10 @@ def test_rows_that_a_full_disk_refuses_are_kept_until_it_takes_them(tmp_path, ca
         return plain(file, data[:40])
 
     monkeypatch.setattr("telemetry.sinks.os.write", write)
-    sink.write(EvaluationReport(step=1, tokens=1, loss=1.0))
-    sink.write(EvaluationReport(step=2, tokens=2, loss=2.0))
+    sink.write(EvaluationReport(step=1, tokens=1, flops=1e9, hours=0.1, loss=1.0))
+    sink.write(EvaluationReport(step=2, tokens=2, flops=1e9, hours=0.1, loss=2.0))
     assert capfd.readouterr().err.count("cannot be written, rows are kept until it can") == 1
     full[0] = False
-    sink.write(EvaluationReport(step=3, tokens=3, loss=3.0))
+    sink.write(EvaluationReport(step=3, tokens=3, flops=1e9, hours=0.1, loss=3.0))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]

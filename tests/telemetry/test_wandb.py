@@ -35,7 +35,7 @@ def test_an_offline_run_holds_every_step_and_the_whole_config(tmp_path: Path) ->
     with Sinks([sink]) as sinks:
         for step in (1, 2, 3):
             sinks.write(report(step=step, loss=float(step)))
-        sinks.write(EvaluationReport(step=3, tokens=768, loss=9.0))
+        sinks.write(EvaluationReport(step=3, tokens=768, flops=1e9, hours=0.1, loss=9.0))
     rows, logged, run = stored(tmp_path)
     train = [row for row in rows if "train/loss" in row]
     assert [(row["step"], row["train/loss"]) for row in train] == [(1, 1.0), (2, 2.0), (3, 3.0)]

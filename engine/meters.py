@@ -1,0 +1,94 @@
+"""What is measured of every step, and now and then of every rank: entered around each train_batch.
+
+Every step is clocked by the engine's instructions (two readings each). Every `telemetry.ranks_interval` steps the
+collectives are timed where they stand too, and all ranks tell each other what they saw, over the host's network. Not
+here: the first steps beside the prediction (`engine.first_steps`), and the names that sinks see (`telemetry.report`,
+`telemetry.ranks`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from engine.collective_times import CollectiveTimes
+from engine.distributed import gather
+from engine.first_steps import LAST, FirstSteps
+from engine.instruction_clock import COMPUTES, RECOMPUTES, WAITS, InstructionClock
+from engine.session import Session
+from engine.step import Trainer
+from telemetry.ranks import CollectiveReport, RankReport, RanksReport
+from telemetry.report import StepReport
+
+
+class Meters:
+    """watch(trainer) around each step, see(report) after it; on all ranks alike. ledger: predicted bytes a stage."""
+
+    def __init__(
+        self, session: Session, first: FirstSteps, *, interval: int, memory_before: int, ledger: Sequence[int]
+    ) -> None:
+        self.session, self.first, self.interval = session, first, interval
+        self.memory_before, self.ledger = memory_before, ledger
+        self.step = 0
+        self.clock: InstructionClock | None = None
+        self.times: CollectiveTimes | None = None
+
+    @contextmanager
+    def watch(self, trainer: Trainer, step: int) -> Iterator[None]:
+        self.clock, self.times, self.step = trainer.clock, None, step
+        with ExitStack() as stack:
+            stack.enter_context(self.first.watch(trainer))
+            if self._samples():
+                session = self.session
+                self.times = CollectiveTimes(
+                    session.groups, session.device.torch_device, alone=False, where=lambda: trainer.clock.current
+                )
+                stack.enter_context(self.times)
+            stack.enter_context(trainer.clock)
+            yield
+
+    def _samples(self) -> bool:
+        """The first steps are left to their own measurements."""
+        after = self.first.count - LAST
+        return self.interval > 0 and after > 0 and (after == 1 or self.step % self.interval == 0)
+
+    def see(self, report: StepReport) -> StepReport:
+        """The report with what was measured in its step."""
+        assert self.clock is not None
+        start = time.perf_counter()
+        ranks = None
+        if self.times is not None:
+            alone = None if self.first.times is None else self.first.times.totals
+            own = _of_this_rank(self.session, self.clock, self.times, report.step_time_s, self.memory_before, alone)
+            ranks = RanksReport(gather(own, group=self.session.control), self.ledger)
+        return replace(
+            report, instructions=self.clock.totals, ranks=ranks, telemetry_time_s=time.perf_counter() - start
+        )
+
+
+def _of_this_rank(
+    session: Session, clock: InstructionClock, times: CollectiveTimes, step_s: float, memory_before: int, alone: Any
+) -> RankReport:
+    """alone: totals of the same collectives in the step that met and timed each by itself; None: there was none."""
+    pp, dp, tp = session.plan.coordinate(session.rank)
+    totals = times.totals
+    still = {place: seconds for place, seconds in times.seconds_in.items() if not place.startswith(WAITS)}
+    in_passes = sum(seconds for place, seconds in still.items() if place.startswith((*COMPUTES, RECOMPUTES)))
+    peak = session.device.peak_memory_bytes()
+    return RankReport(
+        rank=session.rank, host=session.hosts[session.rank], pp=pp, dp=dp, tp=tp, step_s=step_s,
+        compute_s=clock.passes_s - in_passes, recompute_s=clock.recompute_s, waiting_s=clock.waiting_s,
+        communication_s=sum(still.values()) + clock.transfer_s,
+        alone_s=None if alone is None else sum(one.seconds for one in alone.values()),
+        memory_bytes=session.device.memory_bytes(), peak_bytes=peak, growth_bytes=peak - memory_before,
+        collectives=[
+            CollectiveReport(
+                axis, operation, total.calls, total.bytes,
+                clock.transfer_s if operation == "send_recv" else None if total.untimed else total.seconds,
+            )
+            for (axis, operation), total in totals.items()
+        ],
+    )  # fmt: skip
