@@ -15,7 +15,7 @@ from typing import Any
 from conf.schema import AlertReference, AlertSlice
 
 Numbers = Mapping[str, Any]
-COLLECTIVES = ("tensor", "data")  # of `Prediction.seconds`, and axes: what computation waits for
+COLLECTIVES = ("tensor", "data")  # of `Prediction.seconds`: what computation waits for; data: a tied table's too
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def _exposed(predicted: Numbers, _: Any) -> float | None:
 
 
 def _overlap(predicted: Numbers, _: Any) -> float | None:
-    """Share of all collectives' time that runs beside computation; a mean of the stages."""
+    """Share of all collectives' time that runs beside computation, without transfers; a mean of the stages."""
     seconds, stages = predicted.get("seconds"), predicted.get("communication", ())
     if seconds is None:
         return None
-    whole = sum(axes[axis]["seconds"] for axes in stages for axis in COLLECTIVES if axis in axes) / len(stages)
+    whole = sum(axis["seconds"] for axes in stages for axis in axes.values()) / len(stages) - seconds["pipe"]
     return max(0.0, 1 - sum(seconds[name] for name in COLLECTIVES) / whole) if whole > 0 else None
 
 
