@@ -169,6 +169,11 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+def from_plain(values: dict[str, Any]) -> Config:
+    """The way back from `to_plain`; a knob that is not there keeps its default. Raises ConfigError."""
+    return typed(OmegaConf.create(values))
+
+
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
     aside = ("run", "telemetry", "alerts", "benchmark", "promote", "probe", "plan", "checkpoint", "resume")

@@ -30,8 +30,8 @@ class PromoteConfig:
     layers: Optional[int] = None  # blocks of the model on all rungs but a last one, where one device holds no more
     tolerance: float = 0.2  # share of the predicted step time by which the measured one may miss it
     memory_limit: Optional[float] = None  # bytes of one device; null: cluster.memory_per_device, else what it has
-    baseline: Optional[str] = None  # folder of a one-device run that promote.run is compared with
-    run: Optional[str] = None  # folder of a finished run to fill in, instead of climbing
+    baseline: Optional[str] = None  # folder of a one-device run that a run of promote.run is compared with
+    run: Optional[str] = None  # what to fill in, instead of climbing: a finished run's folder, or a benchmark's JSON
     reuse: bool = False  # leave out rungs that passed in the last climb under the same conditions
     dry_run: bool = False  # print the rungs and their commands, and stop
     timeout_s: float = 900.0  # longest time for one rung, in seconds

@@ -54,7 +54,7 @@ def rates(
         tokens_per_cpu_s=tokens_per_step * len(steps) / measurement.cpu_s,
         model_flops_per_s=tokens_per_s * flops_per_token,
         of_matmul_rate=tokens_per_s * flops_per_token / matmul_rate,
-        peak_memory_bytes=measurement.peak_memory_bytes,
+        peak_memory_bytes=max(measurement.peak_bytes, default=0),
     )
 
 

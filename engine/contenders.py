@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 
-from conf.schema import Config, Family, ParallelConfig, Schedule
+from conf.schema import Config, Family
 from corpus.batches import Batch
 from engine.build import build_trainer
 from engine.device import this_device
@@ -21,8 +19,7 @@ from engine.peers_dtensor import transformers_dtensor
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import open_groups
 from parallel.plan import ParallelPlan
-
-Mesh = tuple[int, int, int]  # tp, pp, dp
+from parallel.plan_name import Mesh, plan_config
 
 
 def ours(config: Config, plan: ParallelPlan) -> Step:
@@ -40,34 +37,6 @@ def ours(config: Config, plan: ParallelPlan) -> Step:
         return trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
 
     return step
-
-
-PARTS = {"tp": r"tp(\d+)", "pp": r"pp(\d+)", "dp": r"dp(\d+)", "zero": r"zero([0-3])"}
-
-
-def plan_config(name: str, config: Config) -> tuple[Config, Mesh]:
-    """`config` split as a name such as "tp2_pp2_zero1_sp" says, and its mesh.
-
-    Raises ValueError where the name has a part that is none of tpN, ppN, dpN, zeroN, sp, a schedule.
-    """
-    numbers = {"tp": 1, "pp": 1, "dp": 1, "zero": 0}
-    parallel = ParallelConfig(name=name, recompute=config.parallel.recompute)
-    for part in name.split("_"):
-        found = {key: match for key, pattern in PARTS.items() if (match := re.fullmatch(pattern, part))}
-        for key, match in found.items():
-            numbers[key] = int(match[1])
-        if part == "sp":
-            parallel.sequence_parallel = True
-        elif part in {schedule.value for schedule in Schedule}:
-            parallel.schedule = Schedule(part)
-        elif not found:
-            raise ValueError(
-                f"benchmark.plans: {part!r} of {name!r} is not known; join tpN, ppN, dpN, zeroN, sp, eager1f1b by _"
-            )
-    parallel.tp, parallel.pp = numbers["tp"], numbers["pp"]
-    split = copy.deepcopy(config)
-    split.parallel, split.zero.stage = parallel, numbers["zero"]
-    return split, (numbers["tp"], numbers["pp"], numbers["dp"])
 
 
 def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]:

@@ -46,12 +46,13 @@ class Contender:
 @dataclass
 class Measurement:
     """step_times_s: of each measured step; cpu_s: process time of all ranks over those steps; losses: of all steps from
-    the first warm-up step on; memory: largest of a rank, in bytes."""
+    the first warm-up step on; peak_bytes: of each rank; memory_limit: bytes that a rank may use."""
 
     step_times_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
     losses: list[float] = field(default_factory=list)
-    peak_memory_bytes: int = 0
+    peak_bytes: list[int] = field(default_factory=list)
+    memory_limit: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class _Turn:
     times_s: list[float]
     cpu_s: float
     losses: list[float]
-    peak_memory_bytes: int
+    peak_bytes: int
+    memory_limit: int
 
 
 class SkewedTokens:
@@ -123,7 +125,8 @@ class Ranks:
         turns = self._answers()
         first_rank = max(turns, key=lambda turn: sum(loss == loss for loss in turn.losses))  # one that knows the loss
         self.result.losses += first_rank.losses
-        self.result.peak_memory_bytes = max(turn.peak_memory_bytes for turn in turns)
+        self.result.peak_bytes = [turn.peak_bytes for turn in turns]
+        self.result.memory_limit = min(turn.memory_limit for turn in turns)
         if measured:
             ends = [max(times) for times in zip(*(turn.times_s for turn in turns), strict=True)]
             self.result.step_times_s += [end - start for start, end in pairwise(ends)]
@@ -152,8 +155,8 @@ def _follow_parent() -> None:
 
 def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent: Connection) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(contender.ranks), MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), OMP_NUM_THREADS=str(threads),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(contender.ranks), LOCAL_WORLD_SIZE=str(contender.ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS=str(threads),
     )  # fmt: skip
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
@@ -167,7 +170,8 @@ def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent:
             vocab_size=config.model.vocab_size, sequence_length=config.data.sequence_length, seed=config.seed
         )
         step = contender.open(config, plan)
-        parent.send(_Turn([], 0.0, [], 0))
+        limit = device.memory_per_rank()
+        parent.send(_Turn([], 0.0, [], 0, limit))
         done = 0
         while (count := parent.recv()) > 0:
             batches = [
@@ -180,7 +184,7 @@ def _rank_main(contender: Contender, rank: int, threads: int, port: int, parent:
                 times.append(device.now())
             cpu_s = time.process_time() - cpu_s
             done += count
-            parent.send(_Turn(times, cpu_s, losses, device.peak_memory_bytes()))
+            parent.send(_Turn(times, cpu_s, losses, device.peak_memory_bytes(), limit))
     except EOFError:
         return  # the parent is gone
     except BaseException:

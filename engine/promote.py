@@ -1,7 +1,7 @@
-"""From a profile's record and a climb, or a finished run, to the record with one more observation.
+"""From a profile's record and a climb, or a finished run or benchmark, to the record with one more observation.
 
-Not here: the rungs (`parallel.rungs`), running them (`engine.ladder`), when an observation promotes
-(`parallel.promotion`).
+Not here: the rungs (`parallel.rungs`), running them (`engine.ladder`), reading what has finished (`engine.finished`),
+when an observation promotes (`parallel.promotion`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from conf.knobs import CONF
 from conf.schema import Config
+from engine.finished import finished
 from engine.ladder import Ladder, Result, as_kept, as_rows, read_run
 from parallel.hardware import device_count, device_kind
 from parallel.plan import ParallelPlan
@@ -104,33 +105,24 @@ class Promotion:
 
     def filled_in(self) -> dict[str, Any]:
         """The measurements of promote.run. It promotes where a ladder was climbed whole under the same conditions."""
-        chosen, config = self.config.promote, self.config
-        assert chosen.run is not None
-        seen = read_run(Path(chosen.run))
-        if seen.prediction is None or not (Path(chosen.run) / "complete.json").exists():
-            raise ValueError(f"promote.run={chosen.run} has no prediction.json and complete.json: no run that finished")
-        found, step = seen.prediction, seen.pair("step_s")
-        if found["profile"]["hash"] != self.record["profile"]["hash"]:
-            raise ValueError(f"promote.run={chosen.run} ran profile {found['profile']['name']} with other knobs")
+        chosen, seen = self.config.promote, finished(self.config, self.plan)
         observation = {
-            "kind": "run", "baseline": chosen.baseline, "device": found["device"], "software": found["software"],
-            "conditions": found["conditions"], "step_s": step["measured"], "predicted_step_s": step["predicted"],
-            "rungs": [], "measured": found, "folder": seen.folder,
+            "kind": seen.kind, "baseline": seen.baseline_name, "step_s": seen.step_s,
+            "predicted_step_s": seen.predicted_step_s, "rungs": [], **seen.observed,
         }  # fmt: skip
-        failures = memory_failures(
-            "run", peak_bytes=found["peak_bytes"], limit=chosen.memory_limit or found["memory_limit"]
-        )
+        limit = chosen.memory_limit or seen.memory_limit
+        failures = memory_failures(seen.kind, peak_bytes=seen.peak_bytes, limit=limit)
         failures += time_failures(
-            "run", measured_s=step["measured"], predicted_s=step["predicted"], tolerance=chosen.tolerance,
+            seen.kind, measured_s=seen.step_s, predicted_s=seen.predicted_step_s, tolerance=chosen.tolerance,
             replaced_s=replaced_step_s(self.record, observation),
         )  # fmt: skip
-        if chosen.baseline is not None:
-            relative, absolute = loss_bounds(config.precision.dtype.value, num_layers=config.model.num_layers)
-            other = read_run(Path(chosen.baseline))
-            failures += parity_failures("run", seen.losses, other.losses, relative=relative, absolute=absolute)
+        if seen.baseline is not None:
+            held = seen.observed["conditions"]
+            relative, absolute = loss_bounds(held["precision"]["dtype"], num_layers=held["model"]["num_layers"])
+            failures += parity_failures(seen.kind, seen.losses, seen.baseline, relative=relative, absolute=absolute)
         if not any(one["kind"] == "ladder" and one["promoted"] for one in observations_of(self.record, observation)):
             line = "no ladder was climbed to its end under these conditions; leave promote.run out to climb it"
-            failures.append(Failure("run", "ladder", line))
+            failures.append(Failure(seen.kind, "ladder", line))
         return self._kept(observation, failures)
 
     def verdict(self, observation: dict[str, Any]) -> str:

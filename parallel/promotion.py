@@ -1,8 +1,8 @@
 """When a profile counts as promoted: the verdict on an observation, and what it says under other conditions.
 
-An observation is what one climb of the ladder (`parallel.rungs`) or one finished run showed, as a dict of a profile's
-record (`parallel.profile`): conditions, device, software, rungs, failures. A promotion holds for the model, cluster,
-software versions and batch shape it was observed under, and for nothing else. Pure Python.
+An observation is what one climb of the ladder (`parallel.rungs`), one finished run or one benchmark showed, as a dict
+of a profile's record (`parallel.profile`): conditions, device, software, rungs, failures. A promotion holds for the
+model, cluster, software versions and batch shape it was observed under, and for nothing else. Pure Python.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     python recipes/benchmark.py                                        the setting of conf/experiment/benchmark.yaml
     python recipes/benchmark.py benchmark.plans=[tp2,tp2_sp] precision=bf16
     python recipes/benchmark.py benchmark.plans=[tp2_pp2,tp4] benchmark.cores=4 model.num_layers=4
+    python recipes/benchmark.py benchmark.plans=[tp1,tp2] cluster=mine     beside what is predicted of that cluster, by
+                                                                           recipes/promote.py promote.run=THE_JSON
 
 Started as one process: it spawns the ranks of each contender itself. Prints rates and ratios, and writes them with
 every measured step to run.dir/benchmark/ID.json.
@@ -23,6 +25,11 @@ from conf.schema import Config
 from parallel.plan import ParallelPlan
 
 
+def ranks_of(config: Config) -> int:
+    """Of the whole cluster, of which each contender takes what it needs; one where the cluster does not say."""
+    return config.cluster.nodes * (config.cluster.devices_per_node or 1)
+
+
 def run(config: Config, plan: ParallelPlan) -> int:
     """Config is valid here; the plans to measure are `benchmark.plans`."""
     import torch
@@ -36,6 +43,8 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.measure_checkpoints import measure_checkpoints
     from engine.session import DTYPES
     from parallel.flops import model_flops_per_token
+    from parallel.record import software
+    from parallel.rungs import composed
     from telemetry.run_folder import git_commit, new_run_id, write_json
 
     chosen = config.benchmark
@@ -82,13 +91,14 @@ def run(config: Config, plan: ParallelPlan) -> int:
     pairs = [ratio for ours, peers in measured for ratio in ratios(ours, peers)]
     if pairs:
         print(f"{ratios_table(pairs)}\n")
-    saving = measure_checkpoints(config, cores=cores, rounds=chosen.rounds) if chosen.checkpoints else None
+    saving = measure_checkpoints(composed(config, 1), cores=cores, rounds=chosen.rounds) if chosen.checkpoints else None
     if saving is not None:
         print(f"{saving.text()}\n")
     path = Path(config.run.dir) / "benchmark" / f"{config.run.id or new_run_id()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     setting = {
-        "git_commit": git_commit(), "device": device.name, "cores": cores, "tokens_per_step": tokens,
+        "git_commit": git_commit(), "software": software(), "device": device.name, "device_kind": device.kind,
+        "cores": cores, "tokens_per_step": tokens,
         "flops_per_token": flops, "matmul_flops_per_s": rate.all, "config": to_plain(config),
         "checkpoints": None if saving is None else asdict(saving),
     }  # fmt: skip
@@ -100,4 +110,4 @@ def run(config: Config, plan: ParallelPlan) -> int:
 if __name__ == "__main__":
     if not any(word.startswith("experiment=") for word in sys.argv[1:]):
         sys.argv.append("experiment=benchmark")
-    main(run)
+    main(run, ranks=ranks_of)

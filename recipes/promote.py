@@ -3,11 +3,13 @@
     python recipes/promote.py profile=tp2_pp2 model=llama_tiny promote.tolerance=0.2
     python recipes/promote.py profile=tp2_pp2 promote.dry_run=true                    the rungs and their commands
     python recipes/promote.py profile=tp2_pp2 promote.run=runs/default/ID             fill in a run that has finished
+    python recipes/promote.py profile=tp2_pp2 promote.run=runs/benchmark/ID.json      or a benchmark that has
     python recipes/promote.py profile=tp8_pp8 model=llama_70b cluster=dgx_h100 promote.layers=8    of a model that one
                                          device does not hold: its first 8 blocks on each rung, then the whole model
 
 Started as one process; each rung starts its own ranks on this machine. Model, batch and cluster are those of
-the command line: a promotion holds for them, for these software versions, and for nothing else. 0: promoted; 1: not.
+the command line, with promote.run those of what is filled in: a promotion holds for them, for these software versions,
+and for nothing else. 0: promoted; 1: not.
 """
 
 from __future__ import annotations

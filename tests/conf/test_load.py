@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from conf.cli import compose_config
 from conf.knobs import knobs
-from conf.load import RANGES, ConfigError, fingerprint, load, range_problems, to_plain
+from conf.load import RANGES, ConfigError, fingerprint, from_plain, load, range_problems, to_plain
 from conf.schema import Config
 
 
@@ -74,6 +74,11 @@ def test_the_plain_form_is_json_without_loss():
     plain = to_plain(config())
     assert json.loads(json.dumps(plain)) == plain
     assert plain["parallel"]["schedule"] == "1f1b" and set(plain) == {f.name for f in dataclasses.fields(Config)}
+
+
+def test_the_plain_form_comes_back_as_the_config_it_was():
+    written = config()
+    assert from_plain(to_plain(written)) == written
 
 
 def test_the_fingerprint_follows_what_is_computed_and_not_where_it_is_written():

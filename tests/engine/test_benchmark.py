@@ -13,8 +13,9 @@ import pytest
 
 from conf.schema import Config, DataConfig, ModelConfig
 from engine.comparison import rates, rates_table, ratios, record
-from engine.contenders import comparisons, plan_config
+from engine.contenders import comparisons
 from engine.measure import Measurement, compare
+from parallel.plan_name import plan_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig(
@@ -31,7 +32,7 @@ def tiny(*plans: str) -> Config:
 
 
 def test_rates_are_tokens_over_the_median_step_and_over_all_cpu_time() -> None:
-    measurement = Measurement(step_times_s=[2.0, 9.0, 4.0], cpu_s=30.0, losses=[], peak_memory_bytes=7)
+    measurement = Measurement(step_times_s=[2.0, 9.0, 4.0], cpu_s=30.0, losses=[], peak_bytes=[5, 7])
     row = rates("a", measurement, ranks=2, tokens_per_step=400, flops_per_token=10, matmul_rate=2000.0)
     assert (row.step_time_s, row.tokens_per_s, row.tokens_per_cpu_s) == (4.0, 100.0, 40.0)
     assert (row.model_flops_per_s, row.of_matmul_rate, row.peak_memory_bytes) == (1000.0, 0.5, 7)

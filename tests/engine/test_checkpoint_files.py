@@ -59,7 +59,9 @@ def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     config = tiny_config(parallel__tp=2, zero__stage=1)
     run_ranks(2, train_and_save, config, tmp_path, 3)
     manifest = read_manifest(tmp_path / "checkpoints" / "step-00000003")
-    assert manifest["progress"] == {"step": 3, "samples": 24, "tokens": 768, "passed_over": []}
+    assert manifest["progress"] == {
+        "step": 3, "samples": 24, "tokens": 768, "passed_over": [], "seconds": 0.0, "skipped": 0,
+    }  # fmt: skip
     assert manifest["optimizer_steps"] == 3
     assert manifest["config"]["model"]["vocab_size"] == 259
     assert manifest["plan"]["tensor_model_parallel_size"] == 2

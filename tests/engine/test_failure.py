@@ -58,7 +58,7 @@ def test_one_dead_rank_ends_the_run(launcher: str, fault: str, tmp_path: Path) -
     assert not [p.pid for p in psutil.process_iter(["cmdline"]) if str(SCRIPT) in (p.info["cmdline"] or [])]
     if fault == "raise":
         assert json.loads((folder / "failed.json").read_text())["rank"] == 2
-        assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+        assert done.stderr.count("failed: Traceback (most recent call last)") == 1, done.stderr
         assert "the fault that was asked for" in done.stderr
 
 

@@ -120,8 +120,11 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint_and_wandb_goes_on(tmp_pa
     assert "less than current step" not in output
     assert [event["event"] for event in events_of(run) if event["event"] != "checkpoint"] == [
         "start",
+        "rank lost",
+        "end",
         "start",
         "resume",
+        "end",
     ]
     assert (run / "complete.json").exists() and not (run / "failed.json").exists()
 
