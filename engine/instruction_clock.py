@@ -101,6 +101,8 @@ class InstructionClock:
             return
         outer, self.current = self.current, name
         start = time_mark(self.device)
-        yield
-        self._marks.append((name, start, time_mark(self.device)))
-        self.current = outer
+        try:
+            yield
+        finally:  # torch ends a recomputation by an exception as soon as it has what it needs
+            self._marks.append((name, start, time_mark(self.device)))
+            self.current = outer

@@ -33,6 +33,7 @@ class Meters:
         self.session, self.first, self.interval = session, first, interval
         self.memory_before, self.ledger = memory_before, ledger
         self.step = 0
+        self.written_s = 0.0  # that sinks took for the step before
         self.clock: InstructionClock | None = None
         self.times: CollectiveTimes | None = None
 
@@ -59,14 +60,17 @@ class Meters:
         """The report with what was measured in its step."""
         assert self.clock is not None
         start = time.perf_counter()
-        ranks = None
-        if self.times is not None:
-            alone = None if self.first.times is None else self.first.times.totals
-            own = _of_this_rank(self.session, self.clock, self.times, report.step_time_s, self.memory_before, alone)
-            ranks = RanksReport(gather(own, group=self.session.control), self.ledger)
-        return replace(
-            report, instructions=self.clock.totals, ranks=ranks, telemetry_time_s=time.perf_counter() - start
-        )
+        ranks = self.hear(report.step_time_s)
+        spent = time.perf_counter() - start + self.written_s
+        return replace(report, instructions=self.clock.totals, ranks=ranks, telemetry_time_s=spent)
+
+    def hear(self, step_s: float) -> RanksReport | None:
+        """What all ranks saw in the step, where it is one in which they tell."""
+        if self.clock is None or self.times is None:
+            return None
+        alone = None if self.first.times is None else self.first.times.totals
+        own = _of_this_rank(self.session, self.clock, self.times, step_s, self.memory_before, alone)
+        return RanksReport(gather(own, group=self.session.control), self.ledger)
 
 
 def _of_this_rank(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -118,11 +119,13 @@ class RunRecords:
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         """Called on all ranks alike."""
+        start = time.perf_counter()
         self.outcome.add(report)
         self.sinks.write(report)
         if self.alerts is not None:
             ranks = [row["ranks"] for row in rank_rows(report)]
             self.alerts.observe(as_metrics(report), ranks[0] if ranks else None, self.sinks)
+        self.meters.written_s = time.perf_counter() - start
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
 
@@ -165,7 +168,8 @@ class RunRecords:
         # On a CPU the process holds libraries and allocator slack too: what its tensors hold stands in prediction.json.
         memory = memory_table(self._predicted(), measured) if self.session.device.kind == "cuda" else None
         self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}
-        print(closing(self.outcome, memory=memory, sample=sample, files=files), flush=True)
+        predicted = self.expected.predicted if self.expected is not None else {}
+        print(closing(self.outcome, predicted=predicted, memory=memory, sample=sample, files=files), flush=True)
         summary = self.outcome.as_summary()
         write_json(self.folder / "complete.json", summary)
         self.timeline.add("end", step=self.session.config.train.train_iters, outcome="complete", **summary)

@@ -232,7 +232,10 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
         for key, theirs, ours in start.changed:
             announce(f"{key} is {ours} from here on (in the checkpoint: {theirs})")
         message = f"resumed after {progress.samples} samples, {progress.tokens} tokens"
-        timeline.add("resume", step=progress.step, message=message, changed=start.changed)
+        plan, path = checkpoints.session.plan.label, checkpoints.loaded
+        timeline.add(
+            "resume", step=progress.step, message=message, checkpoint=path, plan=plan, changed=start.changed
+        )  # fmt: skip
         return progress
     weights = weights_folder(checkpoints.session.config)
     if weights is not None:
