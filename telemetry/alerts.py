@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -37,8 +37,7 @@ class Series:
     outside: deque[tuple[int, bool]]
     normal: deque[tuple[int, float]]
     raised: bool = False
-    index: Any = None
-    observations: int = field(default=0)
+    observations: int = 0
 
     def forget_from(self, step: int) -> None:
         for kept in (self.outside, self.normal):
@@ -132,11 +131,6 @@ class Alerts:
         for name, place in keys:
             if name in self.rules:
                 self._series(name, self.rules[name], place).raised = True
-
-    def unseen(self) -> list[str]:
-        """Rules that judged nothing yet."""
-        seen = {name for (name, _), series in self.series.items() if series.observations}
-        return [name for name in self.rules if name not in seen]
 
 
 def bounds_of(normal: NormalRange, reference: float | None) -> Range | None:
