@@ -62,10 +62,13 @@ def test_after_a_stop_the_same_command_goes_on_and_the_alert_is_cleared_once(tmp
 
 
 @pytest.mark.slow
-def test_a_healthy_run_on_a_busy_cpu_raises_nothing(tmp_path: Path) -> None:
-    """120 steps, with evaluations and checkpoints between: rules that are relative to the recent past judge 95."""
+def test_rules_but_the_paces_raise_nothing_over_a_healthy_run_on_a_busy_cpu(tmp_path: Path) -> None:
+    """120 steps, with evaluations and checkpoints between: rules that are relative to the recent past judge 95. The
+    pace of a machine that others use does drop, and that alert is right then.
+    """
     write_corpus(tmp_path)
     command = [str(LOCAL), "-n", "2", RECIPE, *SMALL, "train.train_iters=120", "checkpoint.interval=25"]
+    command.append("~alerts.throughput_drop")
     code, output = finish([*command, "train.eval_interval=30", "train.lr=3e-3"], tmp_path, timeout=300)
     run = tmp_path / "runs" / "default" / "r"
     assert code == 0 and replay(run) == [], output

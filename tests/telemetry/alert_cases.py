@@ -83,7 +83,7 @@ CASES = {
     "stage_imbalance": Case("run", key("pipeline/imbalance"), 2.0, 2.3, 2.31),  # 1.15 x 2
     "memory_over_ledger": Case("stage 1", key("memory/growth_bytes/stage1"), 2000, 2200, 2201),
     "loss_spike": Case("run", key("train/loss"), 2.0, 3.0, 3.01, before=50),
-    "gradient_norm": Case("run", key("train/grad_norm"), 1.0, 5.0, 5.01, before=50),
+    "gradient_norm": Case("run", key("train/grad_norm"), 1.0, 10.0, 10.01, before=50),
     "non_finite": Case("run", key("train/loss"), 2.0, 1e300, NAN),
     "skipped_steps": Case("run", key("train/skipped"), False, False, True),
     "data_starvation": Case("run", key("train/data_share"), 0.01, 0.1, 0.11),
