@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from conf.load import fingerprint, to_plain
 from engine.deepspeed_config import deepspeed_config
@@ -20,9 +21,10 @@ from engine.meters import Meters
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
+from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
 from telemetry.redact import redacted
-from telemetry.report import EvaluationReport, StepReport
+from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import identity, write_json, write_start
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
@@ -43,6 +45,7 @@ class RunRecords:
         self.expected: Expected | None = None
         self.is_compared = False
         self.wandb_on = False
+        self.alerts: AlertMonitor | None = None  # on rank 0
 
     @property
     def folder(self) -> Path:
@@ -62,6 +65,8 @@ class RunRecords:
             name, parameters = session.device.name, parameter_count(config.model)
             announce(describe_plan(config, plan, parameters=parameters, device_name=name, profile=expected.line()))
             self._write_identity(expected)
+            self.alerts = AlertMonitor(config.alerts, self.folder, timeline=self.timeline)
+            announce(self.alerts.start_page())
             self.sinks = Sinks(self._open_sinks(expected))
         self.memory_before = session.device.memory_bytes()
         self.first_steps = FirstSteps(
@@ -80,7 +85,8 @@ class RunRecords:
             session.run_id, config_fingerprint=fingerprint(config), **self.fingerprints, seed=config.seed,
             cluster=config.cluster.name, hosts=session.hosts, device=session.device.name, profile=expected.identity,
         )  # fmt: skip
-        about = {"predicted_bytes": self._predicted(), "predicted": expected.predicted, "profile": expected.identity}
+        about: dict[str, Any] = {"predicted_bytes": self._predicted(), "profile": expected.identity}
+        about |= {"predicted": expected.predicted, "observed": expected.observed}
         start = write_start(
             self.folder, record, config=to_plain(config), plan=dataclasses.asdict(plan) | about,
             deepspeed=deepspeed_config(config, plan, num_micro_batches=plan.num_micro_batches),
@@ -116,9 +122,16 @@ class RunRecords:
         start = time.perf_counter()
         self.outcome.add(report)
         self.sinks.write(report)
+        if self.alerts is not None:
+            ranks = [row["ranks"] for row in rank_rows(report)]
+            self.alerts.observe(as_metrics(report), ranks[0] if ranks else None, self.sinks)
         self.meters.written_s = time.perf_counter() - start
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
+
+    def alert(self) -> dict[str, Any] | None:
+        """The event of the alert that asks to stop the run, on rank 0."""
+        return self.alerts.stop if self.alerts is not None else None
 
     def _compare(self) -> None:
         """Print and keep what was predicted beside what the first steps took. Called on all ranks alike."""

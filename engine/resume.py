@@ -35,7 +35,7 @@ from telemetry.timeline import Timeline
 FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 RECIPES = ("benchmark", "plan", "probe", "promote")
-ASIDE = ("model", "run", "telemetry", *RECIPES, "checkpoint", "resume", "initialize_from")
+ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     python recipes/compare.py A/wandb/offline-run-... B                    from wandb's files where no more is left
     python recipes/compare.py GOOD BAD --bisect --incident                 replays from checkpoints; a started record
     python recipes/compare.py RUN --gate BASELINE                          for CI: exit code 1 where RUN is worse
+    python recipes/compare.py --alerts RUN                                 what its alert rules say of it, step by step
 
 See docs/comparing.md. The files are written under comparison/, or where --out says; no run's folder is changed.
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from conf.schema import AlertRule
+from telemetry.alert_replay import replay_text
 from telemetry.compare import differences, gate, page
 from telemetry.compare.divergence import Tolerance, describe, divergence, event_line, events_before, tolerance_of
 from telemetry.compare.figures import write_pictures
@@ -47,6 +50,10 @@ def main(words: Sequence[str]) -> int:
 def run(asked: argparse.Namespace) -> int:
     if asked.gate is not None:
         return judged(asked)
+    if asked.alerts:
+        rules = rules_in(asked.rules) if asked.rules is not None else None
+        print(*(f"{replay_text(path, rules)}\n" for path in asked.runs), sep="\n", end="")
+        return 0
     runs = load_runs(asked.runs)
     tolerance = tolerance_of(runs, loss=asked.loss_tolerance, norm=asked.norm_tolerance)
     print(outcome_table(runs))
@@ -72,6 +79,24 @@ def run(asked: argparse.Namespace) -> int:
     print(f"\nreport   {out}")
     print(*(f"picture  {path}\n" for path in pictures), sep="", end="")
     return 0
+
+
+def rules_in(file: Path) -> dict[str, AlertRule]:
+    """Of a YAML file as in conf/alerts/."""
+    from yaml import YAMLError, safe_load
+
+    from conf import alert_rules
+
+    try:
+        given = safe_load(file.read_text())
+    except YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{file} holds no rules; write NAME: {{metric: ..., owner: ..., mitigation: ...}}")
+    rules, problems = alert_rules.typed(given)
+    if problems := [*problems, *alert_rules.problems(rules)]:
+        raise ValueError("\n".join(problems))
+    return rules
 
 
 def folder_name(names: Sequence[str]) -> str:
@@ -155,6 +180,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--out", type=Path, metavar="FILE.html", help="the report (comparison/<ids>/report.html)")
     found.add_argument("--loss-tolerance", type=share, metavar="SHARE", help="of a loss, relative (by number format)")
     found.add_argument("--norm-tolerance", type=share, metavar="SHARE", help="of a gradient norm, relative (likewise)")
+    found.add_argument("--alerts", action="store_true", help="evaluate each RUN's alert rules again, and stop")
+    found.add_argument("--rules", type=Path, metavar="FILE.yaml", help="for --alerts, in place of the run's own rules")
     found.add_argument("--incident", action="store_true", help="start a record of what went wrong in the last RUN")
     playing = found.add_argument_group("replays")
     playing.add_argument("--bisect", action="store_true", help="play the first and the last RUN again where they part")

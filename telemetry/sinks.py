@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import utc_now
@@ -20,6 +20,13 @@ class Sink(Protocol):
     def write(self, report: Report) -> None: ...
     def write_image(self, name: str, path: Path) -> None: ...
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Messenger(Protocol):
+    """A sink that can tell somebody. It warns once by itself where that fails: its other work goes on."""
+
+    def alert(self, title: str, text: str, level: str) -> None: ...
 
 
 def rank_rows(report: Report) -> list[dict[str, Any]]:
@@ -129,6 +136,12 @@ class Sinks:
 
     def write_image(self, name: str, path: Path) -> None:
         self._each("write_image", name, path)
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """To the sinks that can tell somebody; level: info, warning or error."""
+        for sink in self.sinks:
+            if isinstance(sink, Messenger):
+                sink.alert(title, text, level)
 
     def _each(self, method: str, *arguments: Any, **named: Any) -> None:
         for sink in list(self.sinks):

@@ -30,6 +30,7 @@ class WandbSink:
 
     def __init__(self, run: Any):
         self.run = run
+        self.alerts_fail = False
         run.define_metric("step")
         for prefix in ("train", "validation"):
             run.define_metric(f"{prefix}/*", step_metric="step")
@@ -42,6 +43,16 @@ class WandbSink:
         import wandb
 
         self.run.log({name: wandb.Image(str(path))})
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """To whoever the project's settings say (mail, Slack). Offline runs keep it until they are synced."""
+        levels = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
+        try:  # 0 would mean wandb's minute between alerts
+            self.run.alert(title=title[:63], text=text, level=levels[level], wait_duration=0.001)
+        except Exception as error:  # anything wandb raises must not end a training run, nor the metrics it still takes
+            if not self.alerts_fail:
+                print(f"warning: wandb alerts fail, metrics go on: {error!r}", file=sys.stderr, flush=True)
+            self.alerts_fail = True
 
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
