@@ -75,3 +75,43 @@ class WandbMode(str, Enum):
     offline = "offline"
     online = "online"
     disabled = "disabled"
+
+
+class AlertSlice(str, Enum):
+    """What an alert rule looks at apart: its metric of the whole run, or of each of these."""
+
+    run = "run"
+    stage = "stage"
+    rank = "rank"
+    axis = "axis"
+    plan = "plan"
+
+
+class AlertReference(str, Enum):
+    """What the bounds of a normal range are relative to."""
+
+    absolute = "absolute"
+    prediction = "prediction"
+    observation = "observation"
+    recent = "recent"
+    peers = "peers"
+
+
+class AlertCompared(str, Enum):
+    ratio = "ratio"
+    difference = "difference"
+
+
+class AlertSeverity(str, Enum):
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class AlertAction(str, Enum):
+    """Each but the first does what the one before it does, too; the last saves before it stops."""
+
+    log = "log"
+    wandb = "wandb"
+    stop = "stop"
+    checkpoint_and_stop = "checkpoint_and_stop"

@@ -6,7 +6,7 @@ import os
 import textwrap
 from pathlib import Path
 
-from conf.knobs import CONF, knobs, options
+from conf.knobs import CONF, knobs, options, rule_knobs
 
 INTRODUCTION = """\
 {script}: options are Hydra's, key=value; group=option picks a YAML file of conf/.
@@ -39,7 +39,7 @@ def page(script: str) -> str:
         lines.append(textwrap.fill(", ".join(names), 116, initial_indent=f"  {group:<12} ", subsequent_indent=" " * 15))
     lines.append("\nKnobs (key = default: sentence)")
     section = ""
-    for knob in knobs():
+    for knob in (*knobs(), *rule_knobs()):
         if knob.key.rpartition(".")[0] != section:
             section = knob.key.rpartition(".")[0]
             lines.append("")

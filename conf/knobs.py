@@ -40,6 +40,12 @@ def knobs() -> tuple[Knob, ...]:
     return tuple(_knobs(schema.Config, "", _sentences()))
 
 
+@cache
+def rule_knobs() -> tuple[Knob, ...]:
+    """The fields of each alert rule: alerts.NAME.FIELD."""
+    return tuple(_knobs(schema.AlertRule, "alerts.NAME.", _sentences()))
+
+
 def _knobs(kind: type, prefix: str, sentences: dict[tuple[str, str], str]) -> list[Knob]:
     hints = typing.get_type_hints(kind)
     found = []
@@ -125,7 +131,8 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def _sentences() -> dict[tuple[str, str], str]:
     """(class, field) -> the comment on the field's last line."""
-    return {key: text for name in ("schema.py", "recipe_schema.py") for key, text in _sentences_of(CONF / name).items()}
+    files = ("schema.py", "recipe_schema.py", "alert_schema.py")
+    return {key: text for name in files for key, text in _sentences_of(CONF / name).items()}
 
 
 def _sentences_of(path: Path) -> dict[tuple[str, str], str]:

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import alert_rules
 from conf.schema import Config
 
 
@@ -98,6 +99,9 @@ def typed(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([" ".join(str(error).split())]) from None
     assert isinstance(config, Config)
+    config.alerts, problems = alert_rules.typed(config.alerts)
+    if problems:
+        raise ConfigError(problems)
     stages = config.parallel.stages
     if not (
         stages is None or stages == "profile" or (isinstance(stages, list) and all(type(n) is int for n in stages))
@@ -130,7 +134,7 @@ def range_problems(config: Config) -> list[str]:
         problems.append("run.experiment is empty; give it a name")
     if not config.data.sources:
         problems.append("data.sources=[] names no corpus; give at least one source")
-    return problems
+    return [*problems, *alert_rules.problems(config.alerts)]
 
 
 def _shown(value: float) -> str:
@@ -172,7 +176,7 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "benchmark", "promote", "probe", "plan", "checkpoint", "resume")
+    aside = ("run", "telemetry", "alerts", "benchmark", "promote", "probe", "plan", "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -40,9 +40,12 @@ def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) 
 
 
 def opened(overrides: Sequence[str]) -> list[str]:
-    """The same, with ++ before keys of free dicts (model.rope_scaling), which Hydra else closes to new keys."""
+    """The same, with ++ before keys of free dicts (model.rope_scaling), which Hydra else closes to new keys. One that
+    is a group too (alerts) keeps its = for the choice of an option.
+    """
     free = [knob.key for knob in knobs() if knob.open_below]
-    return [f"++{text}" if any(text.startswith((f"{key}=", f"{key}.")) for key in free) else text for text in overrides]
+    starts = tuple(start for key in free for start in ((f"{key}=", f"{key}.") if "." in key else (f"{key}.",)))
+    return [f"++{text}" if text.startswith(starts) else text for text in overrides]
 
 
 def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]) -> str | None:
@@ -75,8 +78,9 @@ def _option_problem(override: Override, offered: Sequence[str]) -> str | None:
     if override.is_delete():
         return f"~{group}: a group cannot be taken away; choose one of {', '.join(offered)}"
     if value is None:
-        return None
+        return f"{group}=null is not an option; {group}: {', '.join(offered)}"
     chosen = value.list if isinstance(value, Sweep) and hasattr(value, "list") else [value]
+    chosen = [name for one in chosen for name in (one if isinstance(one, list) else [one])]
     for name in chosen:
         if isinstance(name, str) and name not in offered:
             return f"{group}={name} is not an option{did_you_mean(name, offered)}; {group}: {', '.join(offered)}"

@@ -15,6 +15,7 @@ class BenchmarkConfig:
     )  # plans to measure; parts joined by _: tpN, ppN, dpN, zeroN (default 0), sp, a schedule
     checkpoints: bool = True  # measure saving and loading beside torch.save and torch.load, on one rank
     peers: bool = True  # measure each plan beside programs of other packages that split the model the same way
+    telemetry: bool = False  # measure each plan beside itself with every step metered on all ranks, in place of peers
     warmup_steps: int = 2  # optimizer steps of each contender before anything is measured
     steps: int = 2  # measured optimizer steps of a contender in one round
     rounds: int = 5  # rounds; contenders on one mesh take turns in each

@@ -10,6 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from conf.alert_schema import AlertRule as AlertRule
+from conf.alert_schema import NormalRange as NormalRange
+from conf.alert_schema import Persistence as Persistence
+from conf.choices import AlertAction as AlertAction
+from conf.choices import AlertCompared as AlertCompared
+from conf.choices import AlertReference as AlertReference
+from conf.choices import AlertSeverity as AlertSeverity
+from conf.choices import AlertSlice as AlertSlice
 from conf.choices import (
     BadLine,
     DeviceKind,
@@ -263,6 +271,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    alerts: dict[str, Any] = field(default_factory=dict)  # AlertRule by name: conf/alerts, and alerts.NAME.FIELD
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)

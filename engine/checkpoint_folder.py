@@ -56,12 +56,14 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest with its own checksum, and flush it to disk."""
+def write_manifest(path: Path, manifest: dict[str, Any]) -> str:
+    """Write the manifest with its own checksum, which it returns, and flush it to disk."""
+    checksum = _digest_of(manifest)
     with (path / MANIFEST).open("w") as file:
-        json.dump(manifest | {"checksum": _digest_of(manifest)}, file)
+        json.dump(manifest | {"checksum": checksum}, file)
         file.flush()
         os.fsync(file.fileno())
+    return checksum
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

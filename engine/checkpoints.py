@@ -82,13 +82,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A finished save: pause_s: how long training stood still; total_s: until it was on disk; error: why it is not."""
+    """A finished save: pause_s: how long training stood still; total_s: until it was on disk; error: why it is not.
+    checksum: of the manifest, which holds those of all bytes; on rank 0.
+    """
 
     step: int
     pause_s: float
     total_s: float
     bytes: int
     error: str | None = None
+    checksum: str | None = None
 
 
 class Checkpoints:
@@ -105,9 +108,11 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo")  # its own: an asynchronous save talks while training does
         self.stager = HostCopy(session.device)
         self.resumed_from: int | None = None
+        self.loaded: Path | None = None  # the checkpoint that the run went on from last
         self.saved = 0, time.perf_counter()  # step of the newest checkpoint, or of the start, and since when
         self.must_stop = False  # a save failed, and that shall end the run
         self.last_failed = False  # the newest save that has ended
+        self._checksums: dict[int, str] = {}  # of manifests, by step
         self._pending: tuple[Future[Any], SaveReport, float] | None = None
 
     def is_due(self, step: int) -> bool:
@@ -156,7 +161,7 @@ class Checkpoints:
         self.last_failed = error is not None
         if error is None:
             self.saved = report.step, time.perf_counter()
-            return [report]
+            return [dataclasses.replace(report, checksum=self._checksums.get(report.step))]
         if not isinstance(error, dcp.CheckpointException):
             raise error
         if self.session.rank == 0:
@@ -199,6 +204,7 @@ class Checkpoints:
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
         self.resumed_from = manifest["progress"]["step"]
+        self.loaded = path
         self.saved = self.resumed_from, time.perf_counter()
         if manifest["corpus_fingerprint"] != self.corpus_fingerprint:
             announce("the corpus is not the checkpoint's: sample numbers go on, in other text")
@@ -262,7 +268,7 @@ class Checkpoints:
             "heads": {file: head_digest(partial / file) for file in [*files, *others]},
             "checksums": [dataclasses.asdict(one) for one in checksums],
         }
-        write_manifest(partial, manifest)
+        self._checksums = {meta["progress"]["step"]: write_manifest(partial, manifest)}
         sync_folder(partial)
         partial.rename(checkpoint_path(self.folder, meta["progress"]["step"]))
         sync_folder(self.folder)

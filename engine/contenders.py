@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -12,10 +17,13 @@ from corpus.batches import Batch
 from engine.build import build_trainer
 from engine.device import this_device
 from engine.distributed import start
+from engine.first_steps import LAST
 from engine.measure import Contender, Step
+from engine.meters import Meters
 from engine.peers import torch_loop, transformers_ddp, transformers_loop
 from engine.peers_deepspeed import transformers_autotp, transformers_pipeline, transformers_zero1
 from engine.peers_dtensor import transformers_dtensor
+from engine.step import Trainer
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import open_groups
 from parallel.plan import ParallelPlan
@@ -24,6 +32,33 @@ from parallel.plan_name import Mesh, plan_config
 
 def ours(config: Config, plan: ParallelPlan) -> Step:
     """A step of the trainer that recipes/pretrain.py runs."""
+    trainer, _ = _opened(config, plan)
+
+    def step(batches: Sequence[Batch]) -> float:
+        return trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
+
+    return step
+
+
+def with_telemetry(config: Config, plan: ParallelPlan) -> Step:
+    """The same inside the meters of recipes/pretrain.py: every step clocked, all ranks heard in each."""
+    trainer, session = _opened(config, plan)
+    first: Any = SimpleNamespace(count=LAST + 1, times=None, watch=lambda trainer: nullcontext())
+    meters = Meters(session, first, interval=1, memory_before=0, ledger=())
+    steps = count(1)
+
+    def step(batches: Sequence[Batch]) -> float:
+        start = session.device.now()
+        with meters.watch(trainer, next(steps)):
+            loss = trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
+        meters.hear(session.device.now() - start)
+        return loss
+
+    return step
+
+
+def _opened(config: Config, plan: ParallelPlan) -> tuple[Trainer, Any]:
+    """The trainer, and what meters need of a session."""
     device = this_device()
     start(device, timeout_s=config.cluster.timeout_s)
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
@@ -32,11 +67,11 @@ def ours(config: Config, plan: ParallelPlan) -> Step:
     trainer = build_trainer(
         config, plan, groups, streams=streams, device=device, num_micro_batches=plan.num_micro_batches
     )
-
-    def step(batches: Sequence[Batch]) -> float:
-        return trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss
-
-    return step
+    hosts, control = [""] * plan.world_size, torch.distributed.new_group(backend="gloo")
+    rank = torch.distributed.get_rank()
+    return trainer, SimpleNamespace(
+        groups=groups, device=device, plan=plan, rank=rank, hosts=hosts, control=control
+    )  # fmt: skip
 
 
 def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]:
@@ -50,6 +85,9 @@ def comparisons(config: Config) -> list[tuple[list[Contender], list[Contender]]]
         ranks = math.prod(mesh)
         ParallelPlan.from_config(split, ranks, device=this_device().kind)
         by_mesh.setdefault(mesh, []).append(Contender(name=f"ours {name}", config=split, ranks=ranks, open=ours))
+    if config.benchmark.telemetry:
+        return [(own, [replace(one, name=f"{one.name}, telemetry", open=with_telemetry) for one in own])
+                for own in by_mesh.values()]  # fmt: skip
     return [(own, peers(config, mesh)) for mesh, own in by_mesh.items()]
 
 

@@ -15,7 +15,7 @@ from engine.device import Device
 from parallel.plan import ParallelPlan
 from parallel.prediction import Prediction, predict_run
 from parallel.profile import Profile, read_record
-from parallel.promotion import standing
+from parallel.promotion import promoted_observation, standing
 from parallel.record import conditions, plain, predicted, software
 from parallel.timeline import Timeline
 from telemetry.prediction_table import Comparison, RankMeasurement, StepMeasurement
@@ -25,7 +25,9 @@ PROFILES = CONF / "parallel"
 
 @dataclass(frozen=True)
 class Expected:
-    """predicted: as `parallel.profile.predicted` has it; timeline: the schedule of a step; reason: why no time is."""
+    """predicted: as `parallel.profile.predicted` has it; timeline: the schedule of a step; reason: why no time is;
+    observed: the profile's last promoted observation under these conditions.
+    """
 
     profile: Profile
     standing: str
@@ -33,6 +35,7 @@ class Expected:
     reason: str | None
     about: Mapping[str, Any]
     timeline: Timeline | None = None
+    observed: Mapping[str, Any] | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -50,9 +53,11 @@ class Expected:
 def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
     """For rank 0; reads the profile's record."""
     whole, reason = _whole(config, plan, device)
+    observed = None
     try:
         record = read_record(config.parallel.name, PROFILES)
         stands = standing(record, config, software(), world_size=plan.world_size, device=device.name)
+        observed = promoted_observation(record, config, software(), world_size=plan.world_size, device=device.name)
     except ValueError as error:
         stands = str(error)
     limit = config.cluster.memory_per_device or device.memory_per_rank()
@@ -68,6 +73,7 @@ def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
             "memory_limit": limit,
         },
         timeline=None if whole is None else whole.timeline,
+        observed=observed,
     )
 
 

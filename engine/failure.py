@@ -24,6 +24,7 @@ from telemetry.timeline import Timeline
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2  # bad input
+EXIT_STOPPED_BY_ALERT = 76  # somebody has to look before it goes on: nothing that restarts runs starts this one again
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on request with everything saved; start the same command again
@@ -35,6 +36,14 @@ class StopRun(RuntimeError):
 
 class StoppedOnRequest(StopRun):
     """Somebody asked the run to stop; its state is saved."""
+
+
+class StoppedByAlert(StopRun):
+    """An alert rule asked for the end of the run."""
+
+    def __init__(self, reason: str, newest: Path | None) -> None:
+        held = f"the newest checkpoint is {newest}" if newest is not None else "there is no checkpoint"
+        super().__init__(f"{reason}\n{held}; when it is mended, the same command with resume=auto goes on")
 
 
 def report_failure(folder: Path | None, error: BaseException, *, rank: int, state: str) -> None:

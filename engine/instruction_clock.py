@@ -102,7 +102,9 @@ class InstructionClock:
             return
         outer, self.current = self.current, name
         start = time_mark(self.device)
-        with self.annotate(name):
-            yield
-        self._marks.append((name, start, time_mark(self.device)))
-        self.current = outer
+        try:
+            with self.annotate(name):
+                yield
+        finally:  # torch ends a recomputation by an exception as soon as it has what it needs
+            self._marks.append((name, start, time_mark(self.device)))
+            self.current = outer

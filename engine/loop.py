@@ -20,7 +20,8 @@ from corpus.batches import StepBatches, evaluation_batches
 from corpus.dataset import Dataset, PassedOver, merged_ranges, passed_over_place
 from engine import last_state
 from engine.checkpoints import Checkpoints, Progress, SaveReport
-from engine.failure import StoppedOnRequest, StopRun
+from engine.distributed import broadcast
+from engine.failure import StoppedByAlert, StoppedOnRequest, StopRun
 from engine.schedules import learning_rate_at, samples_after
 from engine.session import Rates, Session
 from engine.step import Trainer
@@ -36,7 +37,7 @@ class NonFiniteError(StopRun):
 @dataclass(frozen=True)
 class Run:
     """What the loop works with: data, checkpoints, and the timeline that its events go to. watch: entered around every
-    train_batch; see: completes the report of its step.
+    train_batch; see: completes the report of its step; alert: the event of the alert that asks to stop, on rank 0.
     """
 
     trainer: Trainer
@@ -48,6 +49,7 @@ class Run:
     timeline: Timeline
     watch: Callable[[Trainer, int], AbstractContextManager[Any]] = lambda trainer, step: nullcontext()
     see: Callable[[StepReport], StepReport] = lambda report: report
+    alert: Callable[[], dict[str, Any] | None] = lambda: None
 
     @cached_property
     def total_tokens(self) -> int:
@@ -96,19 +98,22 @@ def _train_until_bad(
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
                 yield _evaluate(run, progress, began)
             saves = run.checkpoints.poll()
-            stop, cannot_save, is_bad = session.agree(
-                session.stop_requested, run.checkpoints.must_stop, _is_bad(report, recent, config)
+            bad = _is_bad(report, recent, config)
+            stop, cannot_save, is_bad, alerted = session.agree(
+                session.stop_requested, run.checkpoints.must_stop, bad, run.alert() is not None
             )
             recent.append(report)
             _note_saves(run, saves)
             if cannot_save:
                 raise StopRun("a checkpoint failed, and checkpoint.on_error=stop; see timeline.jsonl")
+            if alerted:
+                _stop_by_alert(run, progress)
             bad_steps = bad_steps + 1 if is_bad else 0
             if is_bad:
-                bad = _BadStep(before, progress, report.loss)
-                _note_bad(run, bad)
+                bad_step = _BadStep(before, progress, report.loss)
+                _note_bad(run, bad_step)
                 if config.train.on_bad_step is OnBadStep.rollback and run.checkpoints.newest() is not None:
-                    return bad
+                    return bad_step
                 if bad_steps >= config.train.max_bad_steps:
                     raise NonFiniteError(
                         f"loss or gradients were not finite, or the loss spiked, for {bad_steps} steps in a row, up to "
@@ -230,6 +235,14 @@ def _stop(run: Run, progress: Progress) -> None:
     raise StoppedOnRequest(
         f"stopped on request after step {progress.step}, checkpoint saved; the same command with resume=auto goes on"
     )
+
+
+def _stop_by_alert(run: Run, progress: Progress) -> None:
+    alert = broadcast(run.alert())
+    saves = alert["action"] == "checkpoint_and_stop"
+    _note_saves(run, run.checkpoints.save(progress, wait=True) if saves else run.checkpoints.finish())
+    run.timeline.add("stopped by alert", step=progress.step, alert=alert["alert"], slice=alert["slice"])
+    raise StoppedByAlert(f"stopped after step {progress.step} by {alert['message']}", run.checkpoints.newest())
 
 
 def _finish_saves(run: Run, progress: Progress) -> None:

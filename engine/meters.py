@@ -30,11 +30,12 @@ class Meters:
 
     def __init__(
         self, session: Session, first: FirstSteps, *, interval: int, memory_before: int, ledger: Sequence[int],
-        profile: ProfileWindow,
+        profile: ProfileWindow | None = None,
     ) -> None:  # fmt: skip
         self.session, self.first, self.interval, self.profile = session, first, interval, profile
         self.memory_before, self.ledger = memory_before, ledger
         self.step = 0
+        self.written_s = 0.0  # that sinks took for the step before
         self.clock: InstructionClock | None = None
         self.times: CollectiveTimes | None = None
 
@@ -42,7 +43,8 @@ class Meters:
     def watch(self, trainer: Trainer, step: int) -> Iterator[None]:
         self.clock, self.times, self.step = trainer.clock, None, step
         with ExitStack() as stack:
-            stack.enter_context(self.profile.watch(trainer, step))
+            if self.profile is not None:
+                stack.enter_context(self.profile.watch(trainer, step))
             stack.enter_context(self.first.watch(trainer))
             if self._samples():
                 session = self.session
@@ -62,15 +64,19 @@ class Meters:
         """The report with what was measured in its step."""
         assert self.clock is not None
         start = time.perf_counter()
-        ranks = None
-        if self.times is not None:
-            alone = None if self.first.times is None else self.first.times.totals
-            own = _of_this_rank(self.session, self.clock, self.times, report.step_time_s, self.memory_before, alone)
-            ranks = RanksReport(gather(own, group=self.session.control), self.ledger)
-        return replace(
-            report, instructions=self.clock.totals, ranks=ranks, profiled=self.profile.end(report.step),
-            telemetry_time_s=time.perf_counter() - start,
-        )  # fmt: skip
+        ranks = self.hear(report.step_time_s)
+        spent = time.perf_counter() - start + self.written_s
+        # A window's trace is no part of what every step costs.
+        profiled = self.profile.end(report.step) if self.profile is not None else None
+        return replace(report, instructions=self.clock.totals, ranks=ranks, profiled=profiled, telemetry_time_s=spent)
+
+    def hear(self, step_s: float) -> RanksReport | None:
+        """What all ranks saw in the step, where it is one in which they tell."""
+        if self.clock is None or self.times is None:
+            return None
+        alone = None if self.first.times is None else self.first.times.totals
+        own = _of_this_rank(self.session, self.clock, self.times, step_s, self.memory_before, alone)
+        return RanksReport(gather(own, group=self.session.control), self.ledger)
 
 
 def _of_this_rank(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,9 +25,10 @@ from engine.profile_window import ProfileWindow
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
+from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
 from telemetry.redact import redacted
-from telemetry.report import EvaluationReport, StepReport
+from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import identity, write_json, write_start
 from telemetry.schedule_plot import plot_timeline
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
@@ -49,6 +51,7 @@ class RunRecords:
         self.memory_before = 0
         self.expected: Expected | None = None
         self.is_compared = False
+        self.alerts: AlertMonitor | None = None  # on rank 0
 
     @property
     def folder(self) -> Path:
@@ -68,18 +71,20 @@ class RunRecords:
             name, parameters = session.device.name, parameter_count(config.model)
             announce(describe_plan(config, plan, parameters=parameters, device_name=name, profile=expected.line()))
             self._write_identity(expected)
+            self.alerts = AlertMonitor(config.alerts, self.folder, timeline=self.timeline)
+            announce(self.alerts.start_page())
             self.sinks = Sinks(self._open_sinks(expected))
             self.timeline.listener = self._hear
         self.memory_before = session.device.memory_bytes()
         self.first_steps = FirstSteps(
             session, collectives=config.telemetry.time_collectives, memory_before=self.memory_before
         )
-        profile = config.telemetry.profile
+        asked = config.telemetry.profile
+        windows = profile_windows(asked.steps)
         ledger = [] if self.expected is None else [one["total"] for one in self.expected.predicted["memory"]]
         self.meters = Meters(
             session, self.first_steps, interval=config.telemetry.ranks_interval, memory_before=self.memory_before,
-            ledger=ledger,
-            profile=ProfileWindow(session, profile_windows(profile.steps), profile.ranks),
+            ledger=ledger, profile=ProfileWindow(session, windows, asked.ranks) if windows else None,
         )  # fmt: skip
         return self
 
@@ -89,7 +94,8 @@ class RunRecords:
             session.run_id, config_fingerprint=fingerprint(config), **self.fingerprints, seed=config.seed,
             cluster=config.cluster.name, hosts=session.hosts, device=session.device.name, profile=expected.identity,
         )  # fmt: skip
-        about = {"predicted_bytes": self._predicted(), "predicted": expected.predicted, "profile": expected.identity}
+        about: dict[str, Any] = {"predicted_bytes": self._predicted(), "profile": expected.identity}
+        about |= {"predicted": expected.predicted, "observed": expected.observed}
         start = write_start(
             self.folder, record, config=to_plain(config), plan=dataclasses.asdict(plan) | about,
             deepspeed=deepspeed_config(config, plan, num_micro_batches=plan.num_micro_batches),
@@ -129,12 +135,21 @@ class RunRecords:
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         """Called on all ranks alike."""
+        start = time.perf_counter()
         self.outcome.add(report)
         self.sinks.write(report)
+        if self.alerts is not None:
+            ranks = [row["ranks"] for row in rank_rows(report)]
+            self.alerts.observe(as_metrics(report), ranks[0] if ranks else None, self.sinks)
         if isinstance(report, StepReport) and report.profiled is not None:
             self._note_profile(report.profiled)
+        self.meters.written_s = time.perf_counter() - start
         if isinstance(report, StepReport) and self.first_steps.add(report):
             self._compare()
+
+    def alert(self) -> dict[str, Any] | None:
+        """The event of the alert that asks to stop the run, on rank 0."""
+        return self.alerts.stop if self.alerts is not None else None
 
     def _note_profile(self, profiled: Profiled) -> None:
         message = f"profiled {profiled.steps}: {', '.join(profiled.paths.values())}"
@@ -180,7 +195,8 @@ class RunRecords:
         # On a CPU the process holds libraries and allocator slack too: what its tensors hold stands in prediction.json.
         memory = memory_table(self._predicted(), measured) if self.session.device.kind == "cuda" else None
         self.sinks.summary |= self.outcome.as_summary() | {"measured_bytes": measured}
-        print(closing(self.outcome, memory=memory, sample=sample, files=files), flush=True)
+        predicted = self.expected.predicted if self.expected is not None else {}
+        print(closing(self.outcome, predicted=predicted, memory=memory, sample=sample, files=files), flush=True)
         summary = self.outcome.as_summary()
         write_json(self.folder / "complete.json", summary)
         self.timeline.add("end", step=self.session.config.train.train_iters, outcome="complete", **summary)

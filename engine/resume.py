@@ -36,7 +36,7 @@ from telemetry.timeline import Timeline
 FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 RECIPES = ("benchmark", "plan", "probe", "promote")
-ASIDE = ("model", "run", "telemetry", *RECIPES, "checkpoint", "resume", "initialize_from")
+ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,10 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
         for key, theirs, ours in start.changed:
             announce(f"{key} is {ours} from here on (in the checkpoint: {theirs})")
         message = f"resumed after {progress.samples} samples, {progress.tokens} tokens"
-        timeline.add("resume", step=progress.step, message=message, changed=start.changed)
+        plan, path = checkpoints.session.plan.label, checkpoints.loaded
+        timeline.add(
+            "resume", step=progress.step, message=message, checkpoint=path, plan=plan, changed=start.changed
+        )  # fmt: skip
         return progress
     weights = weights_folder(checkpoints.session.config)
     if weights is not None:

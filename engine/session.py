@@ -21,7 +21,9 @@ from engine.failure import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
+    EXIT_STOPPED_BY_ALERT,
     EXIT_TERMINATED,
+    StoppedByAlert,
     StoppedOnRequest,
     claim_failure,
     follow_launcher,
@@ -52,7 +54,7 @@ class Session:
     rank, device, groups, streams, folder (the run's, the same on every rank), run_id, hosts. An exception inside the
     block is reported once for the whole run and ends this process with code 1; Ctrl-C ends it with 130, SIGTERM with
     143, both through the `with` blocks inside, so that records are closed. While `finishes_steps`, they only raise
-    `stop_requested`; StoppedOnRequest ends the process with 75.
+    `stop_requested`; StoppedOnRequest ends the process with 75, StoppedByAlert with 76.
     """
 
     device: Device
@@ -149,6 +151,10 @@ class Session:
             announce(str(error))
             dist.barrier(group=self.control)  # a launcher kills the other ranks when the first one leaves
             leave(EXIT_REQUEUE)
+        if isinstance(error, StoppedByAlert):
+            report_failure(self.folder, error, rank=self.rank, state=last_state.describe())
+            dist.barrier(group=self.control)
+            leave(EXIT_STOPPED_BY_ALERT)
         if isinstance(error, KeyboardInterrupt):
             word, code = ("terminated", error.code) if isinstance(error, Terminated) else _INTERRUPTED
             if self.folder is not None:

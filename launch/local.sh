@@ -11,7 +11,8 @@
 # saved, code 75; twice: the ranks are ended at once.
 #
 # Exit code: 0 only if rank 0 came to its end (DeepSpeed's launcher also returns 0 when its per-node process was killed);
-# 2 for a bad configuration, 75 for a stop on request, 130 and 143 for Ctrl-C and SIGTERM that ended the run at once.
+# 2 for a bad configuration, 75 for a stop on request, 76 for one by an alert (never started again), 130 and 143 for
+# Ctrl-C and SIGTERM that ended the run at once.
 # However it ends, no rank is left behind.
 set -euo pipefail
 
@@ -184,7 +185,7 @@ while true; do
         [[ $code -ne 246 ]] || code=$stop_code # ranks that did not train yet knew no SIGUSR1
         break
     fi
-    case $code in 0 | 2 | 75 | 130 | 143) break ;; esac
+    case $code in 0 | 2 | 75 | 76 | 130 | 143) break ;; esac
     [[ $attempt -lt $restarts ]] || break
     attempt=$((attempt + 1))
     echo "launch/local.sh: exit code $code; restart $attempt of $restarts" >&2

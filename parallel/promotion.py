@@ -147,6 +147,21 @@ def standing(
     return "not observed here: " + "; ".join(f"{group} differs ({', '.join(d)})" for group, d in nearest.items())
 
 
+def promoted_observation(
+    record: Mapping[str, Any] | None,
+    config: Config,
+    versions: Mapping[str, str],
+    *,
+    world_size: int,
+    device: str,
+) -> dict[str, Any] | None:
+    """The last one that promoted this profile under the conditions of this run; None where there is none."""
+    if record is None or record["profile"]["hash"] != Profile.of(config.parallel).hash:
+        return None
+    same = observations_of(record, here(config, world_size=world_size, device=device, software=versions))
+    return next((one for one in reversed(same) if one["promoted"]), None)
+
+
 def status(record: Mapping[str, Any]) -> str:
     """What the record says of itself: for whom it is promoted."""
     for_whom = dict.fromkeys(

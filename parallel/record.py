@@ -115,11 +115,11 @@ def config_of(record: Mapping[str, Any]) -> Config:
     """What the record's prediction was made of: everything else in it is the schema's default."""
     conditions = record["conditions"]
     config = Config(
-        model=_built(ModelConfig, conditions["model"]),
-        parallel=_built(ParallelConfig, record["parallel"]),
-        zero=_built(ZeroConfig, conditions["zero"]),
-        precision=_built(PrecisionConfig, conditions["precision"]),
-        cluster=_built(ClusterConfig, record["cluster"]),
+        model=built(ModelConfig, conditions["model"]),
+        parallel=built(ParallelConfig, record["parallel"]),
+        zero=built(ZeroConfig, conditions["zero"]),
+        precision=built(PrecisionConfig, conditions["precision"]),
+        cluster=built(ClusterConfig, record["cluster"]),
     )
     batch = conditions["batch"]
     config.train.micro_batch_size, config.train.global_batch_size = (
@@ -130,7 +130,7 @@ def config_of(record: Mapping[str, Any]) -> Config:
     return config
 
 
-def _built(kind: Any, values: Mapping[str, Any]) -> Any:
+def built(kind: Any, values: Mapping[str, Any]) -> Any:
     """The dataclass from what `plain` made of it; a field that is not there keeps its default."""
     hints = typing.get_type_hints(kind)
     given = {}
@@ -139,7 +139,7 @@ def _built(kind: Any, values: Mapping[str, Any]) -> Any:
             continue
         value, hint = values[field.name], hints[field.name]
         if is_dataclass(hint):
-            value = _built(hint, value)
+            value = built(hint, value)
         elif isinstance(hint, type) and issubclass(hint, Enum):
             value = hint(value)
         given[field.name] = value

@@ -55,7 +55,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
             progress = begin(start, checkpoints, records.timeline)
             parts = Run(
                 trainer, session, corpus.train, corpus.validation, records.rates, checkpoints, records.timeline,
-                watch=records.meters.watch, see=records.meters.see,
+                watch=records.meters.watch, see=records.meters.see, alert=records.alert,
             )  # fmt: skip
             for report in train(parts, progress):
                 records.write(report)

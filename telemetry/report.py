@@ -47,7 +47,7 @@ class StepReport:
     checkpoint_age_steps: int  # since the newest checkpoint, or the start
     checkpoint_age_s: float
     eta_s: float  # seconds to the last step at the recent pace
-    telemetry_time_s: float = 0.0  # after the step, for reading what was measured
+    telemetry_time_s: float = 0.0  # beside the steps: to read this one's clocks, to write the one before to all sinks
     instructions: Mapping[str, float] = field(default_factory=dict)  # seconds of rank 0 by the engine's instruction
     ranks: RanksReport | None = None  # what all ranks saw, where they told
     profiled: Profiled | None = None  # where this was the last step of a profiled window

@@ -7,9 +7,11 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +23,9 @@ from conf.schema import RunConfig
 from telemetry.redact import redacted
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "hydra-core", "omegaconf", "wandb", "tokenizers", "numpy")
+
+
+CODE = ("*.py", "*.yaml", "*.sh")
 
 
 def new_run_id() -> str:
@@ -119,7 +124,7 @@ def write_start(folder: Path, record: dict[str, Any], **files: Any) -> int:
     record = record | {"start": number}
     patch = git_changes()
     if patch:
-        (starts / f"{number}.patch").write_text(redacted(patch))
+        (starts / f"{number}.patch").write_text(redacted(patch), errors="surrogateescape")
     write_json(starts / f"{number}.json", {"identity": record, **files})
     for name, content in files.items():
         write_json(folder / f"{name}.json", content)
@@ -131,10 +136,10 @@ def write_start(folder: Path, record: dict[str, Any], **files: Any) -> int:
 @cache
 def git_commit() -> str | None:
     """Commit of the code, with "+changes" where files differ from it; None outside a checkout."""
-    here = Path(__file__).resolve().parent
     try:
-        commit = _git(here, "rev-parse", "HEAD")
-        return commit + ("+changes" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+        commit = _git("rev-parse", "HEAD").strip()
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        return commit + ("+changes" if changed or _new_code() else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -143,9 +148,23 @@ def git_changes() -> str:
     """What `git apply` takes to bring a checkout of `git_commit` to this code; empty without changes or checkout."""
     if not (git_commit() or "").endswith("+changes"):
         return ""
-    return _git(Path(__file__).resolve().parents[1], "diff", "--binary", "HEAD") + "\n"
+    with tempfile.TemporaryDirectory() as folder:
+        index = Path(folder) / "index"  # a copy, in which new files can be named without touching the checkout's
+        shutil.copy(_git("rev-parse", "--path-format=absolute", "--git-path", "index").strip(), index)
+        if _new_code():
+            _git("add", "--intent-to-add", "--", *_new_code(), index=index)
+        return _git("diff", "--binary", "HEAD", index=index)
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+def _new_code() -> list[str]:
+    """Files that run but are not tracked."""
+    return _git("ls-files", "--others", "--exclude-standard", "--", *CODE).splitlines()
+
+
+def _git(*arguments: str, index: Path | None = None) -> str:
+    """In the whole checkout, wherever this file lies in it."""
+    here = Path(__file__).resolve().parents[1]
+    environ = os.environ | ({} if index is None else {"GIT_INDEX_FILE": str(index)})
+    command = ["git", "-c", "core.quotePath=false", *arguments]
+    done = subprocess.run(command, cwd=here, env=environ, capture_output=True, check=True)
+    return done.stdout.decode(errors="surrogateescape")  # of files in other encodings too

@@ -29,6 +29,13 @@ class CheckpointSink(Protocol):
     def write_checkpoint(self, path: Path, about: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Messenger(Protocol):
+    """A sink that can tell somebody. It warns once by itself where that fails: its other work goes on."""
+
+    def alert(self, title: str, text: str, level: str) -> None: ...
+
+
 def rank_rows(report: Report) -> list[dict[str, Any]]:
     """For ranks.jsonl: a line a step in which all ranks told what they measured."""
     if not isinstance(report, StepReport) or report.ranks is None:
@@ -141,6 +148,12 @@ class Sinks:
 
     def write_checkpoint(self, path: Path, about: Mapping[str, Any]) -> None:
         self._each("write_checkpoint", path, about, beside=True, kind=CheckpointSink)
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """To the sinks that can tell somebody; level: info, warning or error."""
+        for sink in self.sinks:
+            if isinstance(sink, Messenger):
+                sink.alert(title, text, level)
 
     def _each(self, method: str, *arguments: Any, beside: bool = False, kind: type = object, **named: Any) -> None:
         """beside: the sink is kept where it fails."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,10 @@ from telemetry.report import EvaluationReport, StepReport
 from telemetry.sinks import duration
 from telemetry.tables import size, table
 
+OVER_RANKS = (
+    "pipeline/bubble", "pipeline/imbalance", "pipeline/recompute_share", "communication/exposed_share",
+    "ranks/slowdown", "memory/peak_bytes",
+)  # fmt: skip
 WARM_STEPS = 2  # first steps that medians leave out: allocation, first use of kernels
 
 
@@ -43,6 +47,12 @@ class Outcome:
         values = [getattr(step, name) for step in steps if getattr(step, name) is not None]
         return median(values) if values else None
 
+    def median_over_ranks(self, name: str) -> float | None:
+        """Median of a value that all ranks told now and then; None where they never did."""
+        found = [step.ranks.as_metrics().get(name) for step in self.steps if step.ranks is not None]
+        values = [value for value in found if value is not None]
+        return median(values) if values else None
+
     def as_summary(self) -> dict[str, Any]:
         """Flat numbers for sinks that keep one set a run."""
         best = min((report.loss for report in self.validation), default=None)
@@ -56,7 +66,7 @@ class Outcome:
             "median/mfu": self.median_of("mfu"),
             "median/mfu_of_measured_rate": self.median_of("mfu_of_measured_rate"),
             "skipped_steps": self.skipped,
-        }
+        } | {f"median/{name}": self.median_over_ranks(name) for name in OVER_RANKS}
 
 
 def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device_name: str, profile: str) -> str:
@@ -88,8 +98,10 @@ def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:
     return table(("rank", "memory predicted", "peak measured", "ratio"), rows)
 
 
-def closing(outcome: Outcome, *, memory: str | None, sample: str | None, files: dict[str, Path]) -> str:
-    """The last page of a run."""
+def closing(
+    outcome: Outcome, *, predicted: Mapping[str, Any], memory: str | None, sample: str | None, files: dict[str, Path]
+) -> str:
+    """The last page of a run. predicted: as `parallel.record.predicted` has it."""
     if not outcome.steps:
         return "\n".join(["", "no step was left to train", "", "files:", *_listed(files)])
     lines = ["", f"train loss       {outcome.first_loss:.4f} -> {outcome.last_loss:.4f}"]
@@ -103,15 +115,37 @@ def closing(outcome: Outcome, *, memory: str | None, sample: str | None, files: 
         lines.append(f"MFU              {mfu:.1%} of the data sheet's peak (model FLOPs, recomputation excluded)")
     if of_measured is not None:
         lines.append(f"MFU              {of_measured:.1%} of the matrix rate measured here (recomputation excluded)")
+    lines += _over_ranks(outcome, predicted)
+    spent = sum(step.telemetry_time_s for step in outcome.steps)
     if outcome.skipped:
         lines.append(f"skipped steps    {outcome.skipped}")
     total = sum(step.step_time_s for step in outcome.steps)
-    lines.append(f"time             {duration(total)} in {len(outcome.steps)} steps")
+    lines.append(
+        f"time             {duration(total)} in {len(outcome.steps)} steps; telemetry {spent / total:.2%} of it"
+    )
     if memory is not None:
         lines += ["", memory]
     if sample is not None:
         lines += ["", "a sample of the model's own text:", *(f"    {line}" for line in sample.splitlines())]
     return "\n".join([*lines, "", "files:", *_listed(files)])
+
+
+def _over_ranks(outcome: Outcome, predicted: Mapping[str, Any]) -> list[str]:
+    """What all ranks told, beside what was predicted of it."""
+    bubble, imbalance, again, exposed, *_ = map(outcome.median_over_ranks, OVER_RANKS)
+    if bubble is None or exposed is None:
+        return []
+    expected = predicted.get("bubble")
+    guess = "" if expected is None else f" ({sum(expected) / len(expected):.0%} predicted)"
+    other = "" if predicted.get("imbalance") is None else f" ({predicted['imbalance']:.2f} predicted)"
+    last = next(step.ranks for step in reversed(outcome.steps) if step.ranks is not None)
+    slow = last.slowest
+    return [
+        f"pipeline         bubble {bubble:.0%}{guess}, stage imbalance {imbalance:.2f}{other}, "
+        f"recomputation {again:.0%} of the passes",
+        f"ranks            {exposed:.0%} of a step waits for collectives and transfers; "
+        f"slowest at last rank {slow.rank} on {slow.host}, {slow.slowdown:.2f} x its peers",
+    ]
 
 
 def _listed(files: dict[str, Path]) -> list[str]:

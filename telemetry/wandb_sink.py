@@ -41,6 +41,7 @@ class WandbSink:
 
     def __init__(self, run: Any):
         self.run = run
+        self.alerts_fail = False
         for axis in AXES:
             run.define_metric(axis)
         run.define_metric("*", step_metric="step")
@@ -63,6 +64,17 @@ class WandbSink:
         artifact = wandb.Artifact(name, type="checkpoint", metadata=dict(about))
         artifact.add_reference(path.as_uri(), name=path.name, checksum=False)
         self.run.log_artifact(artifact, aliases=[f"step-{about['step']}"])
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        """To whoever the project's settings say (mail, Slack). Offline runs keep it until they are synced."""
+        levels = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
+        try:  # 0 would mean wandb's minute between alerts
+            title, text = redacted((title, text))
+            self.run.alert(title=title[:63], text=text, level=levels[level], wait_duration=0.001)
+        except Exception as error:  # anything wandb raises must not end a training run, nor the metrics it still takes
+            if not self.alerts_fail:
+                print(f"warning: wandb alerts fail, metrics go on: {error!r}", file=sys.stderr, flush=True)
+            self.alerts_fail = True
 
     def close(self, *, failed: bool, summary: dict[str, Any]) -> None:
         self.run.summary.update(redacted(summary))

@@ -84,4 +84,6 @@ def test_ranks_end_when_only_deepspeeds_runner_is_interrupted(tmp_path: Path) ->
     while [p.pid for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]:
         assert time.monotonic() < end, "ranks are left over"
         time.sleep(0.5)
-    assert json.loads((metrics.parent / "failed.json").read_text())["error"] == "terminated"
+    last = json.loads((metrics.parent / "timeline.jsonl").read_text().splitlines()[-1])
+    assert last["event"] == "stopped on request"
+    assert (metrics.parent / "checkpoints" / f"step-{last['step']:08d}").is_dir()

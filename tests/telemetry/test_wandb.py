@@ -15,7 +15,7 @@ from telemetry.report import EvaluationReport
 from telemetry.sinks import Sinks
 from telemetry.wandb_sink import WandbSink, open_wandb
 from tests.telemetry.reports import report
-from tests.telemetry.wandb_files import stored
+from tests.telemetry.wandb_files import alerts, segments, stored
 
 
 def opened(folder: Path, settings: WandbConfig, *, run_id: str = "run1") -> WandbSink | None:
@@ -110,3 +110,32 @@ def test_log_that_raises_at_step_two_leaves_the_other_steps_alone(
             sinks.write(report(step=step))
     sink.close(failed=False, summary={})
     assert capsys.readouterr().err.count("warning") == 1
+
+
+def test_alerts_reach_the_offline_run_as_often_as_they_come(tmp_path: Path) -> None:
+    sink = opened(tmp_path, WandbConfig())
+    assert sink is not None
+    with Sinks([sink]) as sinks:
+        for level in ("info", "warning", "error"):
+            sinks.alert("a raised (run)", "why", level)
+        sinks.alert("n" * 100, "why", "info")
+    [path] = segments(tmp_path)
+    assert alerts(path) == [*(("a raised (run)", level) for level in ("INFO", "WARN", "ERROR")), ("n" * 63, "INFO")]
+
+
+def test_an_alert_that_raises_warns_once_and_metrics_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = opened(tmp_path, WandbConfig())
+    assert sink is not None
+
+    def alert(**values: Any) -> None:
+        raise RuntimeError("quota")
+
+    monkeypatch.setattr(sink.run, "alert", alert)
+    with Sinks([sink]) as sinks:
+        sinks.alert("a", "b", "info")
+        sinks.alert("a", "b", "info")
+        sinks.write(report(step=1))
+    assert capsys.readouterr().err.count("warning") == 1
+    assert [row["step"] for row in stored(tmp_path)[0]] == [1]
