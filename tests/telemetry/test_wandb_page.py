@@ -124,3 +124,12 @@ def test_an_image_or_artifact_that_fails_is_told_once_and_the_rows_go_on(
     assert [row["step"] for row in stored(tmp_path)[0]] == [1, 2]
     assert capsys.readouterr().err.count("warning: WandbSink cannot") == 1
     assert inspected(tmp_path)[-1]["exit"]["exit_code"] == 0
+
+
+def test_an_alert_is_told_without_the_secrets_it_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "0a1b2c3d4e" * 4
+    monkeypatch.setenv("SOME_API_KEY", key)
+    with Sinks([opened(tmp_path)]) as sinks:
+        sinks.alert(f"{'x' * 40} {key}", f"while reading https://me:{key}@host", "warning")  # a title is cut to 63
+    [told] = [record for record in inspected(tmp_path) if "alert" in record["type"]]
+    assert "***" in json.dumps(told) and key[:10] not in json.dumps(told)
