@@ -5,7 +5,6 @@ closing page.
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from conf.load import fingerprint, to_plain
 from conf.profile_windows import profile_windows
-from engine.checkpoint_folder import MANIFEST, checkpoint_path
+from engine.checkpoint_folder import checkpoint_path
 from engine.deepspeed_config import deepspeed_config
 from engine.device import matmul_rate
 from engine.distributed import gather
@@ -211,10 +210,9 @@ class RunRecords:
 
     def _hear(self, row: dict[str, Any]) -> None:
         """Told of every event on rank 0."""
-        path = checkpoint_path(self.folder / "checkpoints", row["step"])
-        if row["event"] == "checkpoint" and (path / MANIFEST).is_file():  # else it was pruned meanwhile
-            checksum = json.loads((path / MANIFEST).read_text())["checksum"]
-            self.sinks.write_checkpoint(path, {"step": row["step"], "bytes": row["bytes"], "checksum": checksum})
+        if row["event"] == "checkpoint":
+            path = checkpoint_path(self.folder / "checkpoints", row["step"])
+            self.sinks.write_checkpoint(path, {name: row[name] for name in ("step", "bytes", "checksum")})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
