@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Sweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
@@ -23,6 +23,7 @@ from conf.schema import Config
 def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) -> list[str]:
     """One line for each override that cannot be; `options`: the YAML groups and what each offers."""
     parser = OverridesParser.create()
+    defaults = OmegaConf.structured(Config)
     lines = []
     for text in overrides:
         try:
@@ -33,7 +34,7 @@ def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) 
                 reason = "it has no value"
             lines.append(f"cannot read {text!r}: {reason}; write key=value (quote brackets and spaces for the shell)")
             continue
-        line = _problem(override, text, options)
+        line = _problem(override, text, options, defaults)
         if line is not None:
             lines.append(line)
     return lines
@@ -48,7 +49,7 @@ def opened(overrides: Sequence[str]) -> list[str]:
     return [f"++{text}" if text.startswith(starts) else text for text in overrides]
 
 
-def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]) -> str | None:
+def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]], defaults: DictConfig) -> str | None:
     key = override.key_or_group
     if key.split(".")[0].split("/")[0] == "hydra":
         return None
@@ -63,7 +64,7 @@ def _problem(override: Override, text: str, options: Mapping[str, Sequence[str]]
         return f"{text}: {key} is there already; write {text.removeprefix('+')} without the +"
     if override.is_delete() or override.is_sweep_override():
         return None
-    return _value_problem(key, override.value(), text)
+    return _value_problem(key, override.value(), text, defaults)
 
 
 def _names_option(override: Override) -> bool:
@@ -87,11 +88,10 @@ def _option_problem(override: Override, offered: Sequence[str]) -> str | None:
     return None
 
 
-def _value_problem(key: str, value: Any, text: str) -> str | None:
-    """What OmegaConf says to this value alone."""
+def _value_problem(key: str, value: Any, text: str, config: DictConfig) -> str | None:
+    """What OmegaConf says to this value, which stays in config."""
     if any(part.isdigit() for part in key.split(".")):
         return None  # an item of a list that a YAML file may lengthen: left to the composition
-    config = OmegaConf.structured(Config)
     try:
         OmegaConf.update(config, key, value, merge=True)
     except OmegaConfBaseException as error:
