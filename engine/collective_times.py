@@ -77,7 +77,8 @@ class CollectiveTimes:
     ) -> None:
         self.device, self.alone, self.where = device, alone, where
         self._totals: dict[tuple[str, str], Total] = {}
-        self._events: list[tuple[Total, str, Any, Any]] = []
+        self._events: list[tuple[Total, str, Any, Any, Any]] = []
+        self.in_flight_s = 0.0  # of all calls that are timed, from the call on
         self.seconds_in: dict[str, float] = {}
         lines = {"tensor": groups.tensor, "data": groups.data, "pipe": groups.pipeline}
         self._axis_of = {line.ranks: axis for axis, line in reversed(lines.items()) if line.size > 1}
@@ -85,8 +86,9 @@ class CollectiveTimes:
     @property
     def totals(self) -> dict[tuple[str, str], Total]:
         """After the step."""
-        for total, place, start, end in self._events:
+        for total, place, start, end, called in self._events:
             seconds = seconds_between(start, end)
+            self.in_flight_s += seconds_between(called, end)
             total.seconds += seconds
             self.seconds_in[place] = self.seconds_in.get(place, 0.0) + seconds
         self._events.clear()
@@ -132,7 +134,8 @@ class CollectiveTimes:
                 total.untimed += 1
                 return plain(group, *args, **named)
             elif _options(args, named).asyncOp:
-                return _WaitedLater(plain(group, *args, **named), lambda: self._timed(total))
+                called = time_mark(self.device)
+                return _WaitedLater(plain(group, *args, **named), lambda: self._timed(total, called=called))
             with self._timed(total):
                 work = plain(group, *args, **named)
                 if work is not None:
@@ -144,10 +147,11 @@ class CollectiveTimes:
         return call
 
     @contextmanager
-    def _timed(self, total: Total) -> Iterator[None]:
+    def _timed(self, total: Total, *, called: Any = None) -> Iterator[None]:
         start = time_mark(self.device)
         yield
-        self._events.append((total, self.where(), start, time_mark(self.device)))
+        end = time_mark(self.device)
+        self._events.append((total, self.where(), start, end, start if called is None else called))
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

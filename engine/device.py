@@ -69,7 +69,8 @@ class Device:
         """Largest memory_bytes() so far in this process."""
         if self.kind == "cuda":
             return torch.cuda.max_memory_allocated(self.torch_device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # The kernel counts its peak in batches of pages, so it can lag behind what is in use.
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, self.memory_bytes())
 
     def release_freed_memory(self) -> None:
         """Hand back what freed tensors left, so that memory measured from now on is that of what follows."""

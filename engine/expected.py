@@ -61,10 +61,13 @@ def expect(config: Config, plan: ParallelPlan, device: Device) -> Expected:
     except ValueError as error:
         stands = str(error)
     limit = config.cluster.memory_per_device or device.memory_per_rank()
+    foreseen = predicted(config, plan, whole, device=device.kind)
+    if plan.batch_ramp_up is not None:  # the ledger is of the whole batch
+        foreseen |= {"communication": [{} for _ in foreseen["communication"]]}
     return Expected(
         profile=Profile.of(config.parallel),
         standing=stands,
-        predicted=predicted(config, plan, whole, device=device.kind),
+        predicted=foreseen,
         reason=reason,
         about={
             "conditions": conditions(config, world_size=plan.world_size),

@@ -65,7 +65,8 @@ def train(run: Run, start: Progress) -> Iterator[StepReport | EvaluationReport]:
     StoppedOnRequest when somebody asked to stop and the step is saved; StopRun where a failed save shall stop the run.
     """
     began = time.perf_counter() - start.seconds
-    if start.step == 0 and _evaluates(run):
+    # After a forward pass alone, DeepSpeed's ZeRO 3 would gather each layer's weights apart and twice, to the end.
+    if start.step == 0 and _evaluates(run) and run.session.plan.zero_stage < 3:
         yield _evaluate(run, start, began)
     progress, rollbacks = start, Counter[int]()
     run.session.finishes_steps = True
@@ -98,10 +99,8 @@ def _train_until_bad(
             if _evaluates(run) and _is_due(report.step, config.train.eval_interval, config.train.train_iters):
                 yield _evaluate(run, progress, began)
             saves = run.checkpoints.poll()
-            bad = _is_bad(report, recent, config)
-            stop, cannot_save, is_bad, alerted = session.agree(
-                session.stop_requested, run.checkpoints.must_stop, bad, run.alert() is not None
-            )
+            flags = (run.checkpoints.must_stop, _is_bad(report, recent, config), run.alert() is not None)
+            stop, cannot_save, is_bad, alerted = session.agree(session.stop_requested, *flags)
             recent.append(report)
             _note_saves(run, saves)
             if cannot_save:

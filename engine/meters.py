@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from engine.collective_times import CollectiveTimes
 from engine.distributed import gather
@@ -74,25 +73,24 @@ class Meters:
         """What all ranks saw in the step, where it is one in which they tell."""
         if self.clock is None or self.times is None:
             return None
-        alone = None if self.first.times is None else self.first.times.totals
-        own = _of_this_rank(self.session, self.clock, self.times, step_s, self.memory_before, alone)
+        own = _of_this_rank(self.session, self.clock, self.times, step_s, self.memory_before)
         return RanksReport(gather(own, group=self.session.control), self.ledger)
 
 
 def _of_this_rank(
-    session: Session, clock: InstructionClock, times: CollectiveTimes, step_s: float, memory_before: int, alone: Any
+    session: Session, clock: InstructionClock, times: CollectiveTimes, step_s: float, memory_before: int
 ) -> RankReport:
-    """alone: totals of the same collectives in the step that met and timed each by itself; None: there was none."""
     pp, dp, tp = session.plan.coordinate(session.rank)
     totals = times.totals
     still = {place: seconds for place, seconds in times.seconds_in.items() if not place.startswith(WAITS)}
     in_passes = sum(seconds for place, seconds in still.items() if place.startswith((*COMPUTES, RECOMPUTES)))
+    again = clock.recompute_s - sum(seconds for place, seconds in still.items() if place == RECOMPUTES)
     peak = session.device.peak_memory_bytes()
     return RankReport(
         rank=session.rank, host=session.hosts[session.rank], pp=pp, dp=dp, tp=tp, step_s=step_s,
-        compute_s=clock.passes_s - in_passes, recompute_s=clock.recompute_s, waiting_s=clock.waiting_s,
+        compute_s=clock.passes_s - in_passes, recompute_s=again, waiting_s=clock.waiting_s,
         communication_s=sum(still.values()) + clock.transfer_s,
-        alone_s=None if alone is None else sum(one.seconds for one in alone.values()),
+        in_flight_s=times.in_flight_s,
         memory_bytes=session.device.memory_bytes(), peak_bytes=peak, growth_bytes=peak - memory_before,
         collectives=[
             CollectiveReport(

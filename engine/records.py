@@ -30,7 +30,7 @@ from telemetry.redact import redacted
 from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import identity, write_json, write_start
 from telemetry.schedule_plot import plot_timeline
-from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
+from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows, read_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
 from telemetry.tensorboard_sink import open_tensorboard
 from telemetry.timeline import Timeline
@@ -80,7 +80,9 @@ class RunRecords:
         )
         asked = config.telemetry.profile
         windows = profile_windows(asked.steps)
-        ledger = [] if self.expected is None else [one["total"] for one in self.expected.predicted["memory"]]
+        ledger: list[int] = []
+        if self.expected is not None and session.device.kind == "cuda":  # a CPU's process holds libraries too
+            ledger = [one["total"] for one in self.expected.predicted["memory"]]
         self.meters = Meters(
             session, self.first_steps, interval=config.telemetry.ranks_interval, memory_before=self.memory_before,
             ledger=ledger, profile=ProfileWindow(session, windows, asked.ranks) if windows else None,
@@ -135,6 +137,8 @@ class RunRecords:
     def write(self, report: StepReport | EvaluationReport) -> None:
         """Called on all ranks alike."""
         start = time.perf_counter()
+        if self.session.rank == 0 and isinstance(report, StepReport) and report.step > 1 and not self.outcome.steps:
+            self.outcome.go_on(read_rows(self.folder / "metrics.jsonl"), step=report.step)
         self.outcome.add(report)
         self.sinks.write(report)
         if self.alerts is not None:

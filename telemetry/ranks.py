@@ -1,8 +1,9 @@
 """What all ranks saw in one step, as every sink takes it: pipeline, memory, communication, stragglers.
 
 Values in, flat metrics out. Of a pipeline stage counts the mean over its ranks for times and the largest rank for
-memory; of communication the stage that spends most. A bubble is the share of a step that a stage waits for other
-stages, transfers included (as in `telemetry.prediction_table`). Not here: how each is measured (`engine.meters`).
+memory; of each collective the stage that makes, sends or spends most. A bubble is the share of a step that a stage
+waits for other stages, transfers included (as in `telemetry.prediction_table`). Not here: how each is measured
+(`engine.meters`).
 """
 
 from __future__ import annotations
@@ -45,19 +46,23 @@ class RankReport:
     peak_bytes: int  # largest so far
     growth_bytes: int  # of the peak since before the model was built
     collectives: Sequence[CollectiveReport] = ()
-    alone_s: float | None = None  # all its collectives met and timed one by one, in an earlier step
-
-    @property
-    def overlap(self) -> float | None:
-        """Share of its collectives' time that computation hid; None where that is not known."""
-        seconds = [one.seconds for one in self.collectives if one.operation != "send_recv"]
-        if not self.alone_s or None in seconds:
-            return None
-        return max(0.0, 1 - sum(one for one in seconds if one is not None) / self.alone_s)
+    in_flight_s: float | None = None  # collectives from their call until what waits for them goes on; None: not known
 
     def as_row(self) -> dict[str, Any]:
         """For ranks.jsonl."""
-        return {name: value for name, value in asdict(self).items() if name != "collectives"}
+        calls = {
+            f"{one.axis}/{one.operation}": {"calls": one.calls, "bytes": one.bytes, "seconds": one.seconds}
+            for one in self.collectives
+        }
+        return asdict(self) | {"collectives": calls}
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the time that its collectives were in flight in which computation went on."""
+        seconds = [one.seconds for one in self.collectives if one.operation != "send_recv"]
+        if not self.in_flight_s or None in seconds:
+            return None
+        return 1 - sum(one for one in seconds if one is not None) / self.in_flight_s
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,10 @@ class RanksReport:
         kinds = sorted({(call.axis, call.operation) for one in self.ranks for call in one.collectives})
         for axis, operation in kinds:
             rows = [_of_stage(stage, axis, operation) for stage in self.stages]
-            most = max(rows, key=lambda row: (row.get("seconds") or 0.0, row["bytes"]))
-            found |= {f"communication/{axis}/{operation}/{name}": value for name, value in most.items()}
+            for name in ("calls", "bytes", "seconds"):
+                values = [row[name] for row in rows if name in row]
+                if len(values) == len(rows):
+                    found[f"communication/{axis}/{operation}/{name}"] = max(values)
         return found
 
     def _ranks(self) -> Metrics:

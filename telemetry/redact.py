@@ -17,12 +17,25 @@ from typing import Any
 
 HIDDEN = "***"
 SHORTEST = 8  # characters of a value of the environment that counts; shorter ones would hide common words
-NAMES = re.compile(r"(^|_)(KEY|APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
-NAMED = r"(?:\w*[_-])?(?:api[_-]?key|secret(?:[_-]?key)?|access[_-]?key|passw(?:or)?d|auth[_-]?token|access[_-]?token)"
+NAMES = re.compile(
+    r"((^|_)(KEYS?|APIKEY|TOKENS?|SECRETS?|PWD|PAT|AUTH|CREDENTIALS?|CONNECTION_STRING|WEBHOOK_URL)|PASSWORD|PASSWD)"
+    r"(_(\d+|BASE|ID))?$",
+    re.IGNORECASE,
+)
+NAMED = (
+    r"(?:\w*[_-])?(?:api[_-]?key|secret(?:[_-]?key)?|access[_-]?key|private[_-]?key|passw(?:or)?d|token|sig(?:nature)?)"
+)
 FORMS = (
     (re.compile(r"\b(?:hf_\w{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|wandb_v\d_\w{20,})"), HIDDEN),
-    (re.compile(r"\b(?:sk-[\w-]{20,}|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,})"), HIDDEN),
-    (re.compile(r"(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"), HIDDEN),
+    (
+        re.compile(r"\b(?:sk-[\w-]{20,}|[rs]k_live_\w{16,}|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|AIza[\w-]{30,})"),
+        HIDDEN,
+    ),
+    (re.compile(r"\b(?:glpat-[\w-]{16,}|nvapi-[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"), HIDDEN),
+    (re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"), HIDDEN),
+    (re.compile(r"\bhttps://hooks\.slack\.com/\S+"), HIDDEN),
+    (re.compile(r"(?i)\b(Bearer\s+)[\w.~+/-]{16,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?<=://)[^/\s:@]+:[^/\s]+(?=@)"), HIDDEN),
     (re.compile(rf"(?i)\b({NAMED}[\"']?\s*[=:]\s*[\"'])([^\"']{{6,}})"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)\b({NAMED}[\"']?\s*[=:]\s*)((?=[\w+/.-]*\d)[\w+/.-]{{16,}})"), rf"\1{HIDDEN}"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -32,6 +32,17 @@ class Outcome:
     skipped: int = 0
     steps: list[StepReport] = field(default_factory=list)
 
+    def go_on(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
+        """Take up a run that trained before: rows of its metrics.jsonl; those from `step` on are trained again."""
+        kept = {("validation/loss" in row, row["step"]): row for row in rows if row["step"] < step}
+        losses = [row["train/loss"] for (evaluated, _), row in sorted(kept.items()) if not evaluated]
+        self.first_loss = losses[0] if losses else None
+        self.validation = [
+            EvaluationReport(row["step"], row["tokens"], row["flops"], row["hours"], row["validation/loss"])
+            for (evaluated, _), row in sorted(kept.items())
+            if evaluated
+        ]
+
     def add(self, report: StepReport | EvaluationReport) -> None:
         if isinstance(report, EvaluationReport):
             self.validation.append(report)
@@ -39,7 +50,7 @@ class Outcome:
         self.steps.append(report)
         self.first_loss = report.loss if self.first_loss is None else self.first_loss
         self.last_loss = report.loss
-        self.skipped += report.skipped
+        self.skipped = report.skipped_steps
 
     def median_of(self, name: str) -> float | None:
         """Median of a step value, warm-up steps left out; None where it is unknown."""

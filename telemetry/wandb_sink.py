@@ -16,6 +16,7 @@ from typing import Any, Literal
 from conf.schema import WandbConfig, WandbMode
 from telemetry.redact import redacted
 from telemetry.report import AXES, EvaluationReport, StepReport, as_metrics
+from telemetry.wandb_files import read_file
 
 LONGEST_TAG = 64  # characters; wandb refuses longer ones
 LONGEST_NAME = 128  # characters; the service refuses longer ones when an offline run is synced
@@ -41,6 +42,7 @@ class WandbSink:
 
     def __init__(self, run: Any):
         self.run = run
+        self.rows = 0
         self.alerts_fail = False
         for axis in AXES:
             run.define_metric(axis)
@@ -50,6 +52,7 @@ class WandbSink:
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         self.run.log(as_metrics(report))
+        self.rows += 1
 
     def write_image(self, name: str, path: Path) -> None:
         import wandb
@@ -82,6 +85,16 @@ class WandbSink:
         import wandb
 
         wandb.teardown()  # finish returns before the service has written the file's last block
+        if self.run.offline:
+            self._count_rows()
+
+    def _count_rows(self) -> None:
+        """Its service says nothing of what a full disk refused."""
+        files = sorted(Path(self.run.dir).parent.glob("*.wandb"))
+        kept = sum("train/loss" in row or "validation/loss" in row for row in read_file(files[-1]).rows) if files else 0
+        if kept < self.rows:
+            lost = f"{self.rows - kept} of {self.rows} rows are not in wandb's file (disk full?)"
+            print(f"warning: {lost}; metrics.jsonl has them", file=sys.stderr, flush=True)
 
 
 def open_wandb(
@@ -106,14 +119,12 @@ def open_wandb(
     except ImportError as error:
         print(f"warning: wandb cannot be imported ({error}); metrics.jsonl has everything", file=sys.stderr)
         return None
-    shown = redacted(
-        {
-            "name": shortened(settings.name or default_name, LONGEST_NAME, "name"),
-            "group": shortened(settings.group or experiment, LONGEST_NAME, "group"),
-            "job_type": settings.job_type or Path(sys.argv[0]).stem,
-            "tags": list(dict.fromkeys(shortened(tag, LONGEST_TAG, "tag") for tag in (*tags, *settings.tags))),
-        }
-    )
+    names = redacted({"name": settings.name or default_name, "group": settings.group or experiment})
+    shown: dict[str, Any] = {what: shortened(text, LONGEST_NAME, what) for what, text in names.items()}
+    shown["job_type"] = redacted(settings.job_type or Path(sys.argv[0]).stem)
+    shown["tags"] = list(
+        dict.fromkeys(shortened(tag, LONGEST_TAG, "tag") for tag in redacted((*tags, *settings.tags)))
+    )  # fmt: skip
     modes: list[Literal["online", "offline"]] = (
         ["online", "offline"] if settings.mode is WandbMode.online else ["offline"]
     )

@@ -63,31 +63,33 @@ def test_memory_is_the_largest_ranks_beside_the_ledger():
     assert found["memory/of_ledger/stage1"] == pytest.approx(60 / 60)
 
 
-def test_collectives_are_the_mean_rank_of_the_stage_that_spends_most():
-    calls = [
-        CollectiveReport("tensor", "all_reduce", 8, 4000, 0.2),
-        CollectiveReport("data", "all_reduce", 2, 100, 0.1),
-    ]
-    found = four(collectives=calls, communication_s=0.5).as_metrics()
-    assert found["communication/tensor/all_reduce/calls"] == 4  # rank 2 made none
+def test_of_each_collective_the_stage_with_most_counts_whatever_the_clock_says():
+    """Calls and bytes are the plan's: they must not jump from stage to stage with the noise of seconds."""
+    calls = [CollectiveReport("tensor", "all_reduce", 8, 4000, 0.2)]
+    few = [CollectiveReport("tensor", "all_reduce", 3, 100, 0.9)]
+    ranks = [
+        rank(0, pp=0, compute_s=1.0, collectives=few), rank(1, pp=0, compute_s=1.0),
+        rank(2, pp=1, compute_s=1.0, collectives=calls), rank(3, pp=1, compute_s=1.0, communication_s=0.5),
+    ]  # fmt: skip
+    found = RanksReport(ranks).as_metrics()
+    assert found["communication/tensor/all_reduce/calls"] == 4  # rank 3 made none
     assert found["communication/tensor/all_reduce/bytes"] == 2000
-    assert found["communication/tensor/all_reduce/seconds"] == pytest.approx(0.1)
+    assert found["communication/tensor/all_reduce/seconds"] == pytest.approx(0.45)
     assert found["communication/exposed_share"] == pytest.approx((0.5 + 0.1) / 2 / 2.0)
+    kept = ranks[2].as_row()["collectives"]
+    assert kept == {"tensor/all_reduce": {"calls": 8, "bytes": 4000, "seconds": 0.2}}
 
 
 def test_time_of_calls_beside_the_computation_is_not_made_up():
     calls = [CollectiveReport("data", "reduce_scatter", 2, 100, None)]
-    found = four(collectives=calls, alone_s=1.0).as_metrics()
+    found = four(collectives=calls, in_flight_s=1.0).as_metrics()
     assert "communication/data/reduce_scatter/seconds" not in found and "communication/overlap_share" not in found
     assert found["communication/data/reduce_scatter/bytes"] == 50
 
 
-@pytest.mark.parametrize(("exposed", "share"), [(0.2, 0.6), (0.5, 0.0), (0.7, 0.0)])
-def test_overlap_is_what_of_the_time_alone_did_not_hold_up_computation(exposed, share):
-    """Waiting for a late peer can make it longer than alone: then nothing was hidden."""
-    calls = [
-        CollectiveReport("data", "all_reduce", 2, 100, exposed),
-        CollectiveReport("pipe", "send_recv", 1, 9, 3.0),
-    ]
-    found = four(collectives=calls, alone_s=0.5).as_metrics()
+@pytest.mark.parametrize(("still", "share"), [(0.2, 0.6), (0.5, 0.0)])
+def test_overlap_is_the_time_in_flight_that_did_not_hold_up_computation(still, share):
+    """What is waited for where it is called hides nothing."""
+    calls = [CollectiveReport("data", "all_reduce", 2, 100, still), CollectiveReport("pipe", "send_recv", 1, 9, 3.0)]
+    found = four(collectives=calls, in_flight_s=0.5).as_metrics()
     assert found["communication/overlap_share"] == pytest.approx(share)

@@ -18,8 +18,12 @@ def no_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "OPENAI_APIKEY", "GH_CREDENTIAL"]
-)
+    "name", [
+        "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password", "OPENAI_APIKEY", "GH_CREDENTIAL",
+        "PGPASSWORD", "MYSQL_PWD", "GITHUB_PAT", "OPENAI_KEY_1", "API_TOKENS", "DOCKER_AUTH", "SECRET_KEY_BASE",
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ],
+)  # fmt: skip
 def test_values_of_the_environment_are_hidden_wherever_they_stand(name: str) -> None:
     nested = {"command": f"train --key {WANDB_KEY}", "tags": [f"a-{WANDB_KEY}-b", ("x", WANDB_KEY)], "step": 3}
     assert redacted(nested, environ={name: WANDB_KEY}) == {
@@ -129,3 +133,19 @@ def test_a_patch_that_was_redacted_still_has_its_lines(tmp_path: Path) -> None:
 def test_other_values_pass_unchanged() -> None:
     for value in (None, 3, 2.5, True, float("inf")):
         assert redacted(value, environ={"A_KEY": "12345678"}) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:p@ss@host/x", "glpat-abcdefghij0123456789", "nvapi-abcdefghij0123456789", "AIza" + "b" * 35,
+        "Authorization: Bearer abcdefghijklmnop0123", "eyJhbGciOiJI.eyJzdWIiOiIx.c2lnbmF0dXJl",
+        "https://hooks.slack.com/services/T0/B0/xyz", "https://x.org/a?token=abcdefgh01234567",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", 'token: "PATCHtokenzzz999"',
+    ],
+)  # fmt: skip
+def test_forms_of_other_services_are_hidden(text: str) -> None:
+    found = redacted(text, environ={})
+    assert HIDDEN in found
+    for part in ("p@ss", "abcdefghij", "bbbb", "ghijklmnop", "c2lnbm", "xyz", "efgh01234567", "MIIE", "PATCH"):
+        assert part not in found
