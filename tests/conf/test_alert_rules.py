@@ -89,7 +89,7 @@ def test_alerts_determine_no_number_of_a_run():
             "alerts.straggler.metric=compute_s has no observation to be relative to; nothing of a rank has one",
         ),
         (["alerts.mfu.normal.relative_to=peers"], "alerts.mfu.normal.relative_to=peers compares ranks; it needs "),
-        (["alerts.mfu.metric=trian/mfu"], "is no key of metrics.jsonl; did you mean train/mfu?"),
+        (["alerts.mfu.metric=trian/mfu"], "alerts.mfu.metric=trian/mfu is no key of metrics.jsonl; did you mean tra"),
         (["alerts.straggler.metric=train/mfu"], "alerts.straggler.metric=train/mfu is not kept of each rank"),
         (["alerts.communication_time.metric=train/mfu"], "alerts.communication_time.metric=train/mfu is not kept"),
     ],

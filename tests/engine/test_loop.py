@@ -199,3 +199,17 @@ def test_no_run_is_complete_without_its_last_checkpoint() -> None:
     checkpoints.save = lambda progress, *, wait: [SaveReport(progress.step, 0.0, 0.0, 0, error="no space")]
     with pytest.raises(StopRun, match="all steps are trained, but the last checkpoint failed: no space"):
         reports(config, SleepingTrainer(seconds=0), checkpoints=checkpoints)
+
+
+@pytest.mark.parametrize(("stage", "steps"), [(1, [0, 2, 3]), (3, [2, 3])])
+def test_zero_3_is_not_evaluated_before_its_first_step(stage: int, steps: list[int]) -> None:
+    """DeepSpeed traces the first passes it sees: after a forward pass alone it gathers every weight twice, for good."""
+    config = tiny_config(zero__stage=stage, train__train_iters=3, train__eval_interval=2, train__eval_samples=2)
+    dataset: Any = RandomTokens(vocab_size=config.model.vocab_size)
+    trainer: Any = SleepingTrainer(seconds=0.0)
+    trainer.evaluate = lambda batches: 2.0
+    run = Run(
+        trainer, session(config, world_size=1), training=dataset, validation=dataset,
+        rates=Rates(peak=None, measured=1e11), checkpoints=NoCheckpoints(), timeline=Timeline(None),  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert [one.step for one in train(run, Progress()) if not isinstance(one, StepReport)] == steps
