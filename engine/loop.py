@@ -289,7 +289,7 @@ def _evaluate(run: Run, progress: Progress, began: float) -> EvaluationReport:
             plan=plan,
             data_rank=groups.data.rank,
             num_samples=config.train.eval_samples,
-            micro_batch_multiple=2 * groups.pipeline.size if plan.schedule == "dualpipev" else 1,
+            micro_batch_multiple=run.trainer.evaluation_multiple,
         )
     loss = run.trainer.evaluate(batches)
     run.timeline.add("evaluation", step=progress.step, loss=loss)

@@ -175,19 +175,25 @@ class PipelineTrainer:
         """Mean loss over the unmasked tokens of all data ranks' batches; the same number on every rank."""
         count = self._agree_on_count(batches)
         stream, _ = self._stream(batches, count)
-        loss = self.engine.eval_batch(stream, num_micro_batches=count)
+        parts = count // self.evaluation_multiple if self.plan.schedule == "dualpipev" else 1
+        losses = [float(self.engine.eval_batch(stream, num_micro_batches=count // parts)) for _ in range(parts)]
         self._finish_sends()
         self.module.train()
-        return float(loss)
+        return sum(losses) / parts
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
         """This rank's vocabulary shard of the logits [B, S, V/T] on the loss stage, None elsewhere."""
-        count = 2 * self.groups.pipeline.size if self.plan.schedule == "dualpipev" else 1
+        count = self.evaluation_multiple
         stream, _ = self._stream([batch] * count if self.holds_data else None, count)
         _, logits = self.engine.eval_batch(stream, return_logits=True, num_micro_batches=count)
         self._finish_sends()
         self.module.train()
         return logits
+
+    @property
+    def evaluation_multiple(self) -> int:
+        """Of so many micro-batches an evaluation must be made: DualPipeV's buffers are those of a training step."""
+        return self.engine.micro_batches if self.plan.schedule == "dualpipev" else 1
 
     @property
     def loss_rank(self) -> int:

@@ -107,6 +107,10 @@ class ZeroTrainer:
         return True
 
     @property
+    def evaluation_multiple(self) -> int:
+        return 1
+
+    @property
     def loss_rank(self) -> int:
         return 0
 

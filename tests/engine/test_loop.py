@@ -29,6 +29,7 @@ from tests.engine.cases import RandomTokens, tiny_config
 
 class SleepingTrainer:
     holds_data = True
+    evaluation_multiple = 1
 
     def __init__(self, *, seconds: float, losses: list[float] | None = None):
         self.seconds, self.losses = seconds, losses

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conf.schema import Config, Family, LRSchedule
+from conf.schema import Config, Family, LRSchedule, Schedule
 from corpus.batches import Batch, evaluation_batches, micro_batches
 from engine.loss import loss_scale
 from model.tensor_parallel.parameter import from_canonical, slice_for_rank, to_canonical
@@ -173,7 +173,10 @@ def train_with_evaluation(config: Config) -> tuple[float, float, float]:
     dataset: Any = SixSamples(vocab_size=config.model.vocab_size)
 
     def evaluate() -> float:
-        batches = evaluation_batches(dataset, plan=plan, data_rank=groups.data.rank, num_samples=64)
+        batches = evaluation_batches(
+            dataset, plan=plan, data_rank=groups.data.rank, num_samples=64,
+            micro_batch_multiple=trainer.evaluation_multiple,
+        )  # fmt: skip
         return trainer.evaluate(batches if trainer.holds_data else None)
 
     first = evaluate()
@@ -195,3 +198,28 @@ def test_evaluation_is_the_token_mean_on_every_rank_and_leaves_training_alone(la
         for first, got_one, got_two in run_ranks(ranks, train_with_evaluation, config):
             assert first == pytest.approx(expected, rel=1e-5)
             assert (got_one, got_two) == pytest.approx((one, two), rel=1e-5)
+
+
+def evaluated_in_parts(config: Config) -> tuple[float, bool]:
+    """(evaluation loss of 20 samples, whether logits came) where a step has 8 micro-batches of 1."""
+    trainer, plan, groups, _ = open_trainer(config)
+    batches = evaluation_batches(
+        RandomTokens(vocab_size=config.model.vocab_size), plan=plan, data_rank=groups.data.rank, num_samples=20,
+        micro_batch_multiple=trainer.evaluation_multiple,
+    )  # fmt: skip
+    loss = trainer.evaluate(batches if trainer.holds_data else None)
+    return loss, trainer.logits(batches[0]) is not None
+
+
+def test_dualpipev_evaluates_more_samples_than_a_step_has() -> None:
+    """Its buffers are those of a step: other numbers of micro-batches ended in a traceback."""
+    (plain, _), *_ = run_ranks(1, evaluated_in_parts, tiny_config(train__micro_batch_size=1))
+    config = tiny_config(
+        train__micro_batch_size=1,
+        parallel__pp=2,
+        parallel__schedule=Schedule.dualpipev,
+        zero__stage=0,
+    )
+    found = run_ranks(2, evaluated_in_parts, config)
+    assert [loss for loss, _ in found] == pytest.approx([plain, plain], rel=1e-5)
+    assert any(has_logits for _, has_logits in found)
