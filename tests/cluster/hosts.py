@@ -257,4 +257,3 @@ class Hosts:
         while subprocess.run(host.inside(knock), stderr=subprocess.DEVNULL).returncode != 0:
             assert time.monotonic() < end, f"{host.name}: no sshd; see {self.folder}/{host.name}/sshd.log"
             time.sleep(0.05)
-

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PRETRAIN = str(ROOT / "recipes" / "pretrain.py")
 TINY = [
-    "model=llama_tiny", "data.sequence_length=32", "train.train_iters=3", "train.eval_interval=0", "train.log_interval=1",
+    "model=llama_tiny", "data.sequence_length=32", "train.train_iters=3", "train.eval_interval=0",
     "telemetry=quiet", "run.id=r",
 ]  # fmt: skip
 

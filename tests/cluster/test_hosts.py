@@ -58,7 +58,9 @@ with Hosts(2, Path({str(tmp_path / "hosts")!r})) as hosts:
     print(*(host.pid for host in hosts), flush=True)
     time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
