@@ -18,7 +18,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -111,14 +111,14 @@ class Host:
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--mount", "--ipc", "--pid", "--", *command]
 
     def start(
-        self, command: Sequence[str], *, folder: Path, output: Path, environ: Mapping[str, str]
+        self, command: Sequence[str], *, folder: Path, output: Path, environ: dict[str, str]
     ) -> subprocess.Popen[str]:
         """The command in `folder`; nsenter passes no signal on: see `signal`."""
-        words = self.inside(["env", "-C", str(folder), "-i", *(f"{k}={v}" for k, v in environ.items()), *command])
+        words = self.inside(["env", "-C", str(folder), *command])
         with output.open("a") as file:
             return subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
+                words, env={"PATH": os.environ["PATH"]} | environ, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, text=True, start_new_session=True,
             )  # fmt: skip
 
     def signal(self, started: subprocess.Popen[str], number: int) -> None:

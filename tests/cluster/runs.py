@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.hosts import Host, Hosts
 
@@ -37,3 +38,12 @@ def finish(
 def losses(folder: Path) -> list[float]:
     lines = (folder / "runs" / "default" / "r" / "metrics.jsonl").read_text().splitlines()
     return [row["train/loss"] for row in map(json.loads, lines) if "train/loss" in row]
+
+
+MULTINODE = str(ROOT / "launch" / "multinode.sh")
+SHOWS = str(ROOT / "tests" / "cluster" / "shows.py")
+
+
+def shown(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank of shows.py wrote."""
+    return json.loads((folder / f"rank-{rank}.json").read_text())
