@@ -148,6 +148,10 @@ class Host:
         for number in range(len(self.addresses)):
             self._at_switch("ip", "link", "set", f"{self.name}-{number}", state)
 
+    def lose(self, folder: Path) -> None:
+        """Take a shared folder away from it, as a network file system goes with its network."""
+        self.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)])
+
     def rate(self, kilobits: int | None) -> None:
         """Let no more than that through to it in a second; None: as much as it takes."""
         for number in range(len(self.addresses)):
