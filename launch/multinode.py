@@ -152,8 +152,6 @@ def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[
 def launch_run(request: Request) -> int:
     hosts = choose_hosts(request)
     check_given()
-    if shutil.which("pdsh") is None:
-        raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
     options = [
         os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
         f"-p {request.ssh_port}" if request.ssh_port else "",
@@ -168,6 +166,8 @@ def launch_run(request: Request) -> int:
             os.environ.get("MASTER_PORT", "FREE"),
         )
     else:
+        if shutil.which("pdsh") is None:
+            raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
         answers, master, port = ask_hosts(request, hosts, ssh)
         values = variables(request, answers, launch)
     command = command_of(request, hosts, master=master, port=port, launch=launch)
