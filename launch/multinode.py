@@ -14,9 +14,10 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -27,6 +28,7 @@ from launch import environment
 from launch.remote import PATIENCE, ROOT, Answer, Ssh
 from launch.watch import Job, run
 
+REACH_S = 5.0  # for the port of rank 0
 USAGE = (
     "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES..."
 )
@@ -106,25 +108,34 @@ def command_of(request: Request, hosts: hostfile.Slots, *, master: str, port: st
 def ask_hosts(request: Request, hosts: hostfile.Slots, ssh: Ssh) -> tuple[list[Answer], str, str]:
     """Every host's answer, and the master's address and port; ConfigError with what each host lacks."""
     names = ssh.addresses(list(hosts))
-    port, address = os.environ.get("MASTER_PORT", "0"), os.environ.get("MASTER_ADDR")
+    given, address = int(os.environ.get("MASTER_PORT", "0")), os.environ.get("MASTER_ADDR")
     orders = {
         host: {
             "folder": os.getcwd(), "interface": request.interface,
-            "peers": [names[peer] for peer in hosts if peer != host], "port": int(port) if number == 0 else None,
+            "peers": [names[peer] for peer in hosts if peer != host], "port": given if number == 0 else None,
         }
         for number, host in enumerate(hosts)
     }  # fmt: skip
-    answers = ssh.call("look", orders)
-    problems = [f"host {one.host}: {one.problem}" for one in answers if one.problem is not None]
-    if problems:
-        raise ConfigError(problems)
+    answers = told(ssh, "look", orders)
     first = answers[0]
     mine = [one for ones in first.values["addresses"].values() for one in ones]
     if address is not None and address not in mine and re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", address):
         raise ConfigError(
             [f"MASTER_ADDR={address} is no address of {first.host}, where rank 0 runs; it has {', '.join(mine)}"]
         )
-    return answers, address or first.values["address"], str(first.values["port"])
+    master, port = address or first.values["address"], first.values["port"]
+    meeting = {"address": master, "port": port, "seconds": REACH_S}
+    told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
+    return answers, master, str(port)
+
+
+def told(ssh: Ssh, verb: str, orders: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
+    """The hosts' answers. Raises ConfigError with a line for each that has a problem."""
+    answers = ssh.call(verb, orders)
+    problems = [f"host {one.host}: {one.problem}" for one in answers if one.problem is not None]
+    if problems:
+        raise ConfigError(problems)
+    return answers
 
 
 def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[dict[str, str]]:

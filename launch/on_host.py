@@ -1,6 +1,7 @@
 """What launch/multinode.sh does on a host: python launch/on_host.py VERB, a JSON object on stdin, one on stdout.
 
     look      its address and interface on the route to its peers, a free port; {"problem": ...} where something lacks
+    meet      reach the port that rank 0 will serve
     receive   keep the file that the launcher will source
     ask       let the ranks here finish their step and save
     end       end what is left of the launch here; whether rank 0 came to its end
@@ -11,11 +12,13 @@ machine's process numbers. Not here: how a host is reached (remote.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import psutil
@@ -84,6 +87,28 @@ def _port(order: dict[str, Any]) -> int | None:
         return int(probe.getsockname()[1])
 
 
+def meet(order: dict[str, Any]) -> dict[str, Any]:
+    """Whether the others reach the master's port: the first host listens there while they knock."""
+    deadline = time.monotonic() + order["seconds"]
+    if order["knocks"] is not None:
+        with socket.create_server(("", order["port"])) as server:
+            for _ in range(order["knocks"]):
+                server.settimeout(max(0.1, deadline - time.monotonic()))
+                with contextlib.suppress(OSError):
+                    server.accept()[0].close()
+        return {}
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((order["address"], order["port"]), timeout=left).close()
+            return {}
+        except OSError as error:
+            if time.monotonic() > deadline:
+                where = f"{order['address']} port {order['port']}"
+                return {"problem": f"it does not reach rank 0's {where} ({error}); open it, or give another network"}
+            time.sleep(0.2)
+
+
 def receive(order: dict[str, Any]) -> dict[str, Any]:
     with os.fdopen(os.open(order["path"], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(order["text"].encode(errors="surrogateescape"))
@@ -106,38 +131,40 @@ def ask(order: dict[str, Any]) -> dict[str, Any]:
     """Ranks are the launcher's children; their own children have the same environment."""
     asked = 0
     for process in _processes(order):
-        try:
+        with contextlib.suppress(psutil.Error):
             parent = process.parent()
             if "RANK" in process.environ() and parent is not None and "RANK" not in parent.environ():
                 process.send_signal(signal.SIGUSR1)
                 asked += 1
-        except psutil.Error:
-            continue
     return {"asked": asked}
 
 
 def end(order: dict[str, Any]) -> dict[str, Any]:
-    if order["asked"]:
-        ask(order)  # the second time means: at once
-    left = _processes(order)
-    for process in left:
-        try:
-            process.terminate()
-        except psutil.Error:
-            continue
-    _, alive = psutil.wait_procs(left, timeout=10)
-    for process in alive:
-        try:
-            process.kill()
-        except psutil.Error:
-            continue
     finished = os.path.exists(order["marker"])
-    for path in (order["path"], order["marker"]):
+    for path in (order["path"], order["marker"]):  # without its file a start that is under way fails by itself
         if os.path.exists(path):
             os.remove(path)
-    return {"finished": finished, "ended": len(left)}
+    if order["asked"]:
+        ask(order)  # the second time means: at once
+    ended = _end_processes(order)
+    if order["early"]:
+        time.sleep(1.0)  # a shell that had read its file then becomes the launcher now
+        ended += _end_processes(order)
+    return {"finished": finished, "ended": ended}
+
+
+def _end_processes(order: dict[str, Any]) -> int:
+    left = _processes(order)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return len(left)
 
 
 if __name__ == "__main__":
-    verbs = {"look": look, "receive": receive, "ask": ask, "end": end}
+    verbs = {"look": look, "meet": meet, "receive": receive, "ask": ask, "end": end}
     print(json.dumps(verbs[sys.argv[1]](json.load(sys.stdin))))

@@ -37,7 +37,7 @@ class Ssh:
 
     def call(self, verb: str, orders: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 60.0) -> list[Answer]:
         """The verb on every host of `orders`, with that host's order."""
-        with ThreadPoolExecutor(max_workers=64) as pool:
+        with ThreadPoolExecutor(max_workers=len(orders)) as pool:  # at once, as some wait for others
             return list(pool.map(lambda host: self._one(host, verb, orders[host], timeout_s), orders))
 
     def _one(self, host: str, verb: str, order: Mapping[str, Any], timeout_s: float) -> Answer:

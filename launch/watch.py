@@ -61,10 +61,22 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> int:
     seen = Seen()
     for number in STOP_CODES:
         signal.signal(number, lambda n, frame: seen.requests.append(signal.Signals(n)))
+    launcher = None
     try:
-        code = _start_and_wait(job, variables, seen)
+        _deliver(job, variables)
+        # In / , as the runner writes its folder into the hosts' shells unquoted.
+        launcher = subprocess.Popen(
+            job.command, env=job.environ, cwd="/", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            errors="surrogateescape", start_new_session=True,
+        )  # fmt: skip
+        reader = threading.Thread(target=_pass_on, args=(launcher, seen), daemon=True)
+        reader.start()
+        code = _wait(job, launcher, seen)
     finally:
-        finished = _end(job, asked=bool(seen.requests))
+        finished = _end(job, asked=bool(seen.requests), early=launcher is not None and launcher.poll() is None)
+        if launcher is not None:
+            _end_here(launcher)
+            reader.join(timeout=5.0)
     if code == 0 and not finished:
         say("the launcher ended but rank 0 did not finish: some process was killed")
         code = 1
@@ -73,28 +85,13 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> int:
     return code
 
 
-def _start_and_wait(job: Job, variables: Sequence[Mapping[str, str]], seen: Seen) -> int:
+def _deliver(job: Job, variables: Sequence[Mapping[str, str]]) -> None:
     files = job.orders()
     for number, order in enumerate(files.values()):
         order["text"] = environment.shell_file(str(order["path"]), variables[number])
     problems = [f"host {one.host}: {one.problem}" for one in job.ssh.call("receive", files) if one.problem is not None]
     if problems:
         raise ConfigError(problems)
-    # In / , as the runner writes its folder into the hosts' shells unquoted.
-    launcher = subprocess.Popen(
-        job.command, env=job.environ, cwd="/", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        errors="surrogateescape", start_new_session=True,
-    )  # fmt: skip
-    reader = threading.Thread(target=_pass_on, args=(launcher, seen), daemon=True)
-    reader.start()
-    try:
-        code = _wait(job, launcher, seen)
-    finally:
-        if launcher.poll() is None:
-            _end(job, asked=bool(seen.requests), quiet=True)
-        _end_here(launcher)
-    reader.join(timeout=5.0)
-    return code
 
 
 def _pass_on(launcher: subprocess.Popen[str], seen: Seen) -> None:
@@ -130,10 +127,10 @@ def _wait(job: Job, launcher: subprocess.Popen[str], seen: Seen) -> int:
     return launcher.returncode if launcher.returncode >= 0 else 1
 
 
-def _end(job: Job, *, asked: bool, quiet: bool = False) -> bool:
-    """End what is left on every host; whether rank 0 came to its end."""
-    answers = job.ssh.call("end", job.orders(asked=asked))
-    for answer in answers if not quiet else []:
+def _end(job: Job, *, asked: bool, early: bool) -> bool:
+    """End what is left on every host; whether rank 0 came to its end. early: while the launcher still runs."""
+    answers = job.ssh.call("end", job.orders(asked=asked, early=early))
+    for answer in answers:
         if answer.problem is not None:
             say(f"host {answer.host}: {answer.problem}; its ranks end by themselves after cluster.hang_timeout_s")
     return bool(answers[0].values.get("finished"))

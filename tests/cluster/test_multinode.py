@@ -20,6 +20,7 @@ def one_rank(tmp_path_factory) -> list[float]:
     return losses(folder)
 
 
+@pytest.mark.slow
 def test_plain_deepspeed_with_a_hostfile_trains_over_two_hosts(hosts, tmp_path, one_rank):
     (tmp_path / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=eth0\nOMP_NUM_THREADS=1\n")
     command = [str(BIN / "deepspeed"), "--hostfile", str(hosts.hostfile(tmp_path / "hostfile")), "--no_ssh_check"]

@@ -84,7 +84,10 @@ def test_a_host_that_is_cut_off_is_named_and_the_run_ends_everywhere(training, h
     wait_for(lambda: hosts[1].processes() == [], seconds=HANG_TIMEOUT_S + 60, what="the cut host's end")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGTERM])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *SLOW])
 def test_a_request_to_stop_saves_on_all_hosts_and_says_75(training, hosts, number):
     training.wait_for_steps()
     hosts[0].signal(training.process, number)
@@ -94,6 +97,7 @@ def test_a_request_to_stop_saves_on_all_hosts_and_says_75(training, hosts, numbe
     assert hosts.processes() == []
 
 
+@pytest.mark.slow
 def test_a_second_request_ends_it_at_once(training, hosts):
     training.wait_for_steps()
     hosts[0].signal(training.process, signal.SIGTERM)

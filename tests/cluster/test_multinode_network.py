@@ -88,3 +88,14 @@ def test_a_given_free_port_is_taken_and_a_host_may_be_named_with_its_user(two_ne
     for rank in (0, 1):
         found = shown(tmp_path, rank)["environ"]
         assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.77.1.1", port)
+
+
+def test_an_address_that_another_host_does_not_reach_is_told(two_networks, tmp_path):
+    two_networks[1].run(["ip", "route", "add", "prohibit", "10.77.1.1/32"])
+    try:
+        given = environ(two_networks, MASTER_ADDR="10.77.1.1", MASTER_PORT="29556")
+        command = [MULTINODE, str(two_networks.hostfile(tmp_path / "hosts")), SHOWS, PLAN]
+        code, output = finish(two_networks[0], command, tmp_path, given)
+    finally:
+        two_networks[1].run(["ip", "route", "del", "prohibit", "10.77.1.1/32"])
+    assert code == 2 and "host w1: it does not reach rank 0's 10.77.1.1 port 29556 (" in output
