@@ -6,7 +6,7 @@ pdsh waits for all hosts. Where one has failed the others may wait in a collecti
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import signal
 import subprocess
@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import psutil
 
 from conf.load import ConfigError
 from launch import environment
@@ -137,9 +139,12 @@ def _end(job: Job, *, asked: bool, early: bool) -> bool:
 
 
 def _end_here(launcher: subprocess.Popen[str]) -> None:
-    """The runner, pdsh and its ssh are one process group."""
+    """The runner, pdsh and its ssh, which pdsh puts into a group of their own."""
     if launcher.poll() is None:
-        os.killpg(launcher.pid, signal.SIGKILL)
+        runner = psutil.Process(launcher.pid)
+        for process in [runner, *runner.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     launcher.wait()
 
 

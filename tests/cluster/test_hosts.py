@@ -47,10 +47,26 @@ def test_nothing_leaves_and_a_cut_host_is_not_reached(hosts):
         hosts[1].link("up")
 
 
+def test_a_slow_link_is_slow(hosts):
+    def seconds() -> float:
+        start = time.monotonic()
+        sent = hosts[1].run(["bash", "-c", f"head -c 200000 /dev/zero | ssh {hosts.ssh_options} w0 wc -c"])
+        assert sent == "200000\n"
+        return time.monotonic() - start
+
+    hosts[0].rate(800)  # 1.6 Mbit in 2 s
+    try:
+        slow = seconds()
+    finally:
+        hosts[0].rate(None)
+    assert slow > 1.5 > seconds()
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_hosts_end_with_the_process_that_made_them(allowed, tmp_path, ending):
     code = f"""
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from tests.cluster.hosts import Hosts

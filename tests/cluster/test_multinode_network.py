@@ -76,6 +76,7 @@ def test_a_folder_that_a_host_does_not_share_is_named(two_networks, tmp_path):
     assert code == 2 and f"host w1: it has no folder {here}; the hosts must share the folder" in output
 
 
+@pytest.mark.slow
 def test_a_given_free_port_is_taken_and_a_host_may_be_named_with_its_user(two_networks, tmp_path):
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -99,3 +100,16 @@ def test_an_address_that_another_host_does_not_reach_is_told(two_networks, tmp_p
     finally:
         two_networks[1].run(["ip", "route", "del", "prohibit", "10.77.1.1/32"])
     assert code == 2 and "host w1: it does not reach rank 0's 10.77.1.1 port 29556 (" in output
+
+
+@pytest.mark.slow
+def test_two_launches_at_once_on_the_same_hosts_do_not_meet(hosts, tmp_path):
+    started, folders = [], [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        command = [MULTINODE, str(hosts.hostfile(folder / "hosts")), SHOWS, PLAN, f"run.experiment={folder.name}"]
+        started.append(hosts[0].start(command, folder=folder, output=folder / "output.txt", environ=environ(hosts)))
+    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    found = [shown(folder, 1) for folder in folders]
+    assert [one["config"]["run"]["experiment"] for one in found] == ["a", "b"]
+    assert found[0]["environ"]["MASTER_PORT"] != found[1]["environ"]["MASTER_PORT"]
