@@ -3,6 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 CLUSTER_PACKAGES := openssh-server openssh-client pdsh iproute2 util-linux
+CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
 
 .PHONY: train test test-all test-gpu cluster-test check benchmark clean
@@ -26,7 +27,7 @@ cluster-test: $(DONE)
 	        grep -v 'ok installed$$' | sed 's/^dpkg-query: no packages found matching //; s/ .*//'); \
 	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }; \
 	fi
-	$(BIN)/python -m pytest -m "cluster and not slow"
+	$(BIN)/python -m pytest -m "$(CLUSTER_TESTS)"
 
 check: $(DONE)
 	$(BIN)/ruff check .

@@ -72,6 +72,7 @@ def test_a_rank_killed_on_the_second_host_ends_the_run_on_both(training, hosts):
     assert hosts.processes() == []
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_named_and_the_run_ends_everywhere(training, hosts):
     training.wait_for_steps()
     hosts[1].link("down")

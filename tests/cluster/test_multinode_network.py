@@ -58,6 +58,15 @@ def test_what_cannot_be_is_told_by_host_in_seconds(two_networks, tmp_path, optio
     assert not list(tmp_path.glob("rank-*"))
 
 
+@pytest.mark.slow
+def test_a_hostfile_of_one_other_host_runs_there_and_not_here(hosts, tmp_path):
+    (tmp_path / "hosts").write_text("w0 slots=2\nw1 slots=2\n")
+    command = [MULTINODE, "hosts", "-i", "w1", SHOWS, PLAN]
+    code, output = finish(hosts[0], command, tmp_path, environ(hosts))
+    assert code == 0, output
+    assert [(shown(tmp_path, rank)["host"], shown(tmp_path, rank)["of"]) for rank in (0, 1)] == [("w1", 2), ("w1", 2)]
+
+
 def test_a_host_that_is_not_there_is_named(two_networks, tmp_path):
     (tmp_path / "hosts").write_text("w0 slots=1\nw7 slots=1\n")
     code, output = finish(two_networks[0], [MULTINODE, "hosts", SHOWS, PLAN], tmp_path, environ(two_networks))

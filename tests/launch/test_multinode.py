@@ -6,10 +6,12 @@ import os
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from conf.load import ConfigError
-from launch import environment, multinode
+from launch import environment, multinode, on_host
+from launch.remote import Answer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "multinode.sh"
@@ -119,3 +121,42 @@ def test_the_launchers_own_environment_holds_nothing_that_it_would_put_on_a_comm
     given = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "$(x)", "UCX_TLS": "tcp", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"}
     kept = environment.for_the_launcher(given, ssh_options="-p 2222")
     assert kept.keys() == {"PATH", "PDSH_SSH_ARGS_APPEND", "DS_ENV_FILE"} and not Path(kept["DS_ENV_FILE"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("interface", "given", "expected"),
+    [(None, None, "ens3"), (None, "bond0,ib0", "bond0,ib0"), ("ens3", "bond0", "ens3")],
+)
+def test_a_hosts_own_interface_is_named_unless_the_caller_named_one(monkeypatch, interface, given, expected):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
+    request = multinode.Request(Path("hosts"), "", "", None, interface, Path("recipe.py"), ())
+    answers = [Answer(host, {"interface": name}, None) for host, name in (("w0", "eth0"), ("w1", "ens3"))]
+    assert multinode.variables(request, answers, "id")[1]["NCCL_SOCKET_IFNAME"] == expected
+
+
+@pytest.mark.skipif(not os.path.isdir(on_host.MEMORY), reason="no memory file system")
+def test_what_a_host_receives_is_its_owners_alone_and_goes_at_the_end(monkeypatch, tmp_path):
+    path, marker = f"{on_host.MEMORY}/launch-test-{os.getpid()}.env", tmp_path / "done"
+    order = {"id": "none", "node": 0, "path": path, "marker": str(marker), "asked": False, "early": False}
+    on_host.receive(order | {"text": "export A=1\n"})
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert on_host.end(order) == {"finished": False, "ended": 0} and not os.path.exists(path)
+    marker.touch()
+    assert on_host.end(order)["finished"] and not marker.exists()
+
+
+def test_only_processes_of_this_launch_on_this_host_are_ended():
+    def sleeper(launch: str, node: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sleep", "60"], env={"LAUNCH_ID": launch, "LAUNCH_NODE": node})
+
+    mine, others = sleeper("x1", "0"), [sleeper("x1", "1"), sleeper("x2", "0")]
+    try:
+        order = {"id": "x1", "node": 0, "path": "/none", "marker": "/none", "asked": False, "early": False}
+        assert on_host.end(order)["ended"] == 1
+        assert not psutil.pid_exists(mine.pid) and [one.poll() for one in others] == [None, None]
+    finally:
+        for process in (mine, *others):
+            process.kill()
+            process.wait()
