@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Run a recipe on the hosts of a hostfile, through DeepSpeed's launcher over pdsh and ssh:
+#
+#     launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES...
+#
+# HOSTFILE: lines `NAME slots=RANKS`. -i, -e: what of it to use, or to leave out: w0@w1:0,2. -p: where sshd listens.
+# The hosts share the folder that you call from and this repository with its .venv, under the same paths; ssh reaches
+# them without a password (its options: PDSH_SSH_ARGS_APPEND).
+#
+# MASTER_ADDR, MASTER_PORT: without them the first host's address on its route to the others, and a free port there.
+# --interface: the network to use on every host; without it that of the route. DRY_RUN=1 prints the command, asks no
+# host anything, and stops. Overrides arrive as typed. So does the environment that launch/environment.py lists (WANDB_*,
+# HF_*, NCCL_*, ...) and the lines NAME=VALUE of .deepspeed_env here and at home, whatever the values; they are on no
+# command line, and in no file that outlives the start.
+#
+# resume=auto unless the overrides say otherwise. Ctrl-C, SIGTERM or SIGUSR1 once: the step is finished, a checkpoint is
+# saved, code 75; twice: the ranks are ended at once.
+#
+# Exit code: 0 only if rank 0 came to its end; 2 for a bad hostfile or configuration, 75 and 76 as launch/local.sh, 130
+# and 143 for Ctrl-C and SIGTERM that ended the run at once, else that of the ranks. However it ends, no process is left
+# on a host that can be reached.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ -x $root/.venv/bin/deepspeed ]]; then
+    bin=$root/.venv/bin
+elif found=$(command -v deepspeed); then
+    bin=$(dirname "$found")
+else
+    echo "launch/multinode.sh: deepspeed is neither in .venv nor on the PATH; run make train or make test once" >&2
+    exit 2
+fi
+if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit $(($# == 0 ? 2 : 0))
+fi
+exec "$bin/python" "$root/launch/multinode.py" "$@"

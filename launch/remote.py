@@ -1,0 +1,77 @@
+"""Reaching all hosts at once through ssh, with the options that pdsh uses: each gives an answer, or why not.
+
+Not here: what a host does with it (on_host.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# After these seconds of silence (15 x 4) a host counts as lost: ssh alone would wait for ever.
+PATIENCE = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one host. problem: why it gave none, or what it lacks."""
+
+    host: str
+    values: Mapping[str, Any]
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """options: as pdsh appends them, separated by spaces."""
+
+    options: str
+
+    def call(self, verb: str, orders: Mapping[str, Mapping[str, Any]], *, timeout_s: float = 60.0) -> list[Answer]:
+        """The verb on every host of `orders`, with that host's order."""
+        with ThreadPoolExecutor(max_workers=len(orders)) as pool:  # at once, as some wait for others
+            return list(pool.map(lambda host: self._one(host, verb, orders[host], timeout_s), orders))
+
+    def _one(self, host: str, verb: str, order: Mapping[str, Any], timeout_s: float) -> Answer:
+        there = shlex.join([sys.executable, str(ROOT / "launch" / "on_host.py"), verb])
+        command = ["ssh", *self.options.split(), host, there]
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(order), capture_output=True, text=True, timeout=timeout_s,
+                start_new_session=True,  # a Ctrl-C is for the ranks, not for this call
+            )  # fmt: skip
+            said = done.stderr.strip().splitlines()
+            if done.returncode != 0:
+                return Answer(host, {}, _why(done.returncode, said))
+            values = json.loads(done.stdout.strip().splitlines()[-1])  # a login shell may print before it
+        except subprocess.TimeoutExpired:
+            return Answer(host, {}, f"no answer within {timeout_s:g} s")
+        except (json.JSONDecodeError, IndexError):
+            return Answer(host, {}, f"it answered {done.stdout[-200:]!r}")
+        return Answer(host, values, values.get("problem"))
+
+    def addresses(self, hosts: Sequence[str]) -> dict[str, str]:
+        """The name or address that ssh takes a host's name for: names of ~/.ssh/config are known to ssh alone."""
+        found = {}
+        for host in hosts:
+            shown = subprocess.run(["ssh", "-G", *self.options.split(), host], capture_output=True, text=True).stdout
+            names = [line.partition(" ")[2] for line in shown.splitlines() if line.startswith("hostname ")]
+            found[host] = names[0] if names else host.rpartition("@")[2]
+        return found
+
+
+def _why(code: int, said: list[str]) -> str:
+    last = said[-1] if said else f"code {code}"
+    if code == 255:
+        return f"ssh does not reach it: {last}"
+    if code in (126, 127) or "can't open file" in last:
+        return f"{last}; the hosts must share this repository and its .venv, under the same path"
+    return last

@@ -1,0 +1,29 @@
+"""Two hosts for all tests of this folder; skipped, with the reason, where a machine cannot have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts, why_not
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.fixture(scope="session")
+def allowed() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def hosts(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with Hosts(2, tmp_path_factory.mktemp("cluster") / "hosts") as made:
+        yield made
