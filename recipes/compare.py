@@ -196,6 +196,7 @@ def parser() -> argparse.ArgumentParser:
     judging.add_argument("--gate", type=Path, metavar="BASELINE", help="judge each RUN against this one")
     defaults = gate.Limits(Tolerance((0, 0), (0, 0)))
     judging.add_argument("--parity-steps", type=count, default=defaults.steps, help="steps compared (%(default)s)")
+    default_of = {"memory": f"{gate.MEMORY}; on CPUs {gate.MEMORY_ON_CPU}"}
     for name, what in (
         ("memory", "peak memory above the baseline's"),
         ("utilisation", "utilisation below the baseline's"),
@@ -203,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         judging.add_argument(
             f"--{name}-tolerance", type=share, default=getattr(defaults, name), metavar="SHARE",
-            help=f"{what} (%(default)s)",
+            help=f"{what} ({default_of.get(name, '%(default)s')})",
         )  # fmt: skip
     return found
 

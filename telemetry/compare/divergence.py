@@ -125,6 +125,13 @@ def is_close(value: float, other: float, allowed: float) -> bool:
     return value == other or (math.isnan(value) and math.isnan(other))
 
 
+def distance_words(value: float, other: float, allowed: float) -> str:
+    """How far they are apart, and what is allowed."""
+    if math.isfinite(value) and math.isfinite(other):
+        return f"{abs(value - other):.2g} apart, {allowed:.2g} is allowed"
+    return "only one is a finite number" if math.isfinite(value) or math.isfinite(other) else "no numbers, unlike"
+
+
 def events_before(run: Run, step: int, *, most: int = 5) -> list[Row]:
     """The nearest events on the way to a step as it counts, the latest last; alerts and bad steps of the step itself
     belong to it, its checkpoint does not."""
@@ -186,13 +193,14 @@ def describe(found: Divergence, names: Sequence[str]) -> str:
         )
         return "\n".join(lines)
     assert found.metric is not None and found.values is not None and found.allowed is not None
-    apart = abs(found.values[0] - found.values[1])
     until = "from the first on" if found.agreed is None else f"after agreeing up to {unit} {found.agreed:,}"
     lines.append(
         f"{NAMES[found.metric]} parts at {unit} {found.place:,}, {until}: {found.values[0]:.8g} and "
-        f"{found.values[1]:.8g}, {apart:.2g} apart, {found.allowed:.2g} is allowed"
+        f"{found.values[1]:.8g}, {distance_words(*found.values, found.allowed)}"
     )
-    last = f"at the last shared place, {unit} {found.shared[-1]:,}, the losses are {found.at_last:.2g} apart"
+    assert found.at_last is not None
+    losses = f"are {found.at_last:.2g} apart" if math.isfinite(found.at_last) else "are not both finite numbers"
+    last = f"at the last shared place, {unit} {found.shared[-1]:,}, the losses {losses}"
     if found.for_good is None:
         last = f"later they agree again; {last}"
     elif found.for_good > found.place:

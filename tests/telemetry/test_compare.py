@@ -31,7 +31,8 @@ FP32 = Tolerance((1e-5, 0.0), (1e-5, 0.0))
 
 def run_of(rows: list[dict], **config: object) -> Run:
     """Without a folder: of rows alone."""
-    return Run("r", Path("r"), [Start(1, 0, {}, plain_config(**config), {}, {})], {r["step"]: r for r in rows}, {})
+    start = Start(1, 0, {}, plain_config(**config), {}, {})
+    return Run("r", Path("r"), [start], {r["step"]: r for r in rows}, {}, ending="complete")
 
 
 def test_outcome_is_of_medians_without_the_first_steps_and_of_the_largest_rank(tmp_path: Path) -> None:
@@ -154,6 +155,7 @@ def test_a_value_that_is_not_finite_in_one_run_parts_and_in_both_agrees(value: f
     good = [step_row(step) for step in (1, 2, 3)]
     bad = [step_row(step, train__loss=value) if step == 2 else step_row(step) for step in (1, 2, 3)]
     assert divergence(run_of(good), run_of(bad), FP32).place == 2
+    assert "only one is a finite number" in describe(divergence(run_of(good), run_of(bad), FP32), ["a", "b"])
     assert divergence(run_of(bad), run_of(bad), FP32).place is None
 
 
