@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -72,7 +73,7 @@ def run(asked: argparse.Namespace) -> int:
         text, confirmed = bisected(asked, runs, pairs, tolerance)
         extra.append(("Replays", text))
     if asked.incident:
-        extra.append(("Incident", recorded(runs, pairs, confirmed, out.with_name("incident.md"))))
+        extra.append(("Incident", recorded(runs, pairs, confirmed, unwritten(out.with_name("incident.md")))))
     page.write_page(page.Report(runs, tolerance, pairs, found, extra), out)
     marks = [runs[0].steps[pair.found.steps[0]]["step"] for pair in pairs if pair.found.steps is not None]
     pictures = write_pictures(runs, out.parent, parts_at=min(marks, default=None))
@@ -131,6 +132,12 @@ def recorded(runs: Sequence[Run], pairs: Sequence[page.Pair], confirmed: str | N
     path.write_text(text)
     print(f"\n{text}\nrecord   {path}")
     return text
+
+
+def unwritten(path: Path) -> Path:
+    """incident.md, or incident-2.md ...: a record is gone on with by a person, and is never written over."""
+    taken = (path.with_stem(f"{path.stem}-{number}") for number in range(2, sys.maxsize))
+    return next(one for one in chain([path], taken) if not one.exists())
 
 
 def parting(runs: Sequence[Run], pair: page.Pair) -> str:

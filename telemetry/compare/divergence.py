@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.promotion import loss_bounds
+from telemetry.compare.attempts import QUIET, attempt_of
 from telemetry.compare.runs import Row, Run, same_batches
 from telemetry.tables import size
 
 NORM_16_BIT = 0.1  # relative, as tests/engine/test_parity.py allows a gradient norm in bf16
 LOSS, NORM = "train/loss", "train/grad_norm"
 NAMES = {LOSS: "loss", NORM: "gradient norm"}
-REWINDS = ("start", "resume", "rollback")
 AT_ITS_STEP = ("bad step", "skipped step", "alert raised", "rank lost", "rollback")
-QUIET = ("evaluation", "weights")  # these change nothing
 
 
 @dataclass(frozen=True)
@@ -135,18 +134,19 @@ def distance_words(value: float, other: float, allowed: float) -> str:
 def events_before(run: Run, step: int, *, most: int = 5) -> list[Row]:
     """The nearest events on the way to a step as it counts, the latest last; alerts and bad steps of the step itself
     belong to it, its checkpoint does not."""
-    begins = 0
-    for place, event in enumerate(run.events):
-        if event.get("event") in REWINDS and event.get("step", 0) < step:
-            begins = place
-    found = list(run.events[:begins])
-    for event in run.events[begins:]:
-        at = event.get("step", 0)
-        if at > step:
+    begins = attempt_of(run.events, step)
+    found = list(run.events[: begins + 1])
+    for event in run.events[begins + 1 :]:
+        if event["step"] > step:
             break
-        if at < step or event.get("event") in AT_ITS_STEP:
+        if event["step"] < step or event.get("event") in AT_ITS_STEP:
             found.append(event)
-    return [event for event in found if event.get("event") not in QUIET][-most:]
+    return nearest(found, most=most)
+
+
+def nearest(events: Sequence[Row], *, most: int = 5) -> list[Row]:
+    """The last of those that changed something."""
+    return [event for event in events if event.get("event") not in QUIET][-most:]
 
 
 def event_line(event: Row) -> str:

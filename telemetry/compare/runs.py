@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from telemetry.compare.attempts import placed
 from telemetry.compare.wandb_runs import is_wandb, wandb_parts
 
 Row = dict[str, Any]
@@ -115,7 +116,7 @@ def load_run(path: Path) -> Run:
 
 def _folder_run(folder: Path) -> Run:
     notes: list[str] = []
-    rows, events = _lines(folder / "metrics.jsonl", notes), _lines(folder / "timeline.jsonl", notes)
+    rows, events = _lines(folder / "metrics.jsonl", notes), placed(_lines(folder / "timeline.jsonl", notes))
     steps, evaluations = counted(rows)
     if not steps:
         notes.append("no step was recorded")
@@ -199,7 +200,6 @@ def _first_steps(events: Sequence[Row]) -> Iterator[tuple[int, int]]:
     for event in events:
         if event.get("event") == "start":
             number = event.get("start", number + 1)
-        elif event.get("event") == "resume":
             yield number, event["step"]
 
 

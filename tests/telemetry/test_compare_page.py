@@ -14,10 +14,8 @@ import pytest
 
 from recipes.compare import main
 from telemetry.compare.curves import CHARTS, points, thinned
-from telemetry.compare.divergence import divergence, tolerance_of
-from telemetry.compare.incident import incident
 from telemetry.compare.runs import load_run
-from tests.telemetry.run_folders import event, loss_at, plain_config, step_row, write_lines, write_run
+from tests.telemetry.run_folders import bad_run, loss_at, step_row, write_run
 
 EVIL = "</script><script>alert(1)</script>"
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,22 +41,6 @@ class Tags(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "script":
             self.texts[self.named or "code"] = data
-
-
-def bad_run(folder: Path, **named: object) -> Path:
-    """Parts at step 23, where its samples make a spike that an alert saw; rank 1 of stage 0 computes slowly from 20."""
-    rows = [step_row(step, train__loss=loss_at(step) * (1.5 if step >= 23 else 1)) for step in range(1, 41)]
-    events = [
-        event(20, "checkpoint", second=10, bytes=10**6, checksum="ab"),
-        event(23, "bad step", second=12, what="spike", samples=[176, 184]),
-        event(24, "alert raised", second=13, alert="loss_spike", slice="stage 1", mitigation="lower train.lr"),
-        event(20, "rollback", second=14, bad_step=23), event(26, "alert cleared", second=20, alert="loss_spike"),
-    ]  # fmt: skip
-    write_run(folder, rows=rows, events=events, **named)
-    ranks = [{"rank": rank, "host": "ab"[rank], "pp": 0, "compute_s": 1.0 + rank} for rank in range(2)]
-    ranks.append({"rank": 2, "host": "a", "pp": 0, "compute_s": 1.0})
-    write_lines(folder / "ranks.jsonl", [{"step": 30, "time": "2026-01-01T00:00:30Z", "ranks": ranks}])
-    return folder
 
 
 def test_the_page_is_whole_opens_offline_and_shows_no_text_as_markup(tmp_path: Path) -> None:
@@ -139,42 +121,3 @@ def test_points_are_in_the_charts_unit_and_gaps_where_nothing_is_finite(tmp_path
     run = load_run(write_run(tmp_path / "a", rows=rows))
     chart = next(chart for chart in CHARTS if chart.key == "utilisation")
     assert [one["y"] for one in points(run, chart, "train/mfu")] == [50.0, None]
-
-
-def test_the_incident_record_is_filled_from_the_two_timelines(tmp_path: Path) -> None:
-    good = load_run(write_run(tmp_path / "good"))
-    bad = load_run(bad_run(tmp_path / "bad", config=plain_config(train__lr=0.1), identity={"git_commit": "f" * 40}))
-    found = divergence(good, bad, tolerance_of([good, bad]))
-    text = incident(good, bad, found)
-    sections = dict(part.split("\n", 1) for part in text.split("## ")[1:])
-    assert "step 23: bad step: what spike" in sections["Earliest known bad"]
-    assert "time: 2026-01-01T00:00:12Z" in sections["Earliest known bad"]
-    assert "until step 22 it agrees with good" in sections["Last known good"]
-    for row in (f"| git_commit | 0123456789abcdef0123456789abcdef01234567 | {'f' * 40} |",
-                "| **train.lr** (config) | 0.0003 | 0.1 |"):  # fmt: skip
-        assert row in sections["Identities on either side"]
-    slices = sections["Smallest affected slice"]
-    assert "stage 1 (alert loss_spike" in slices and "samples 176 to 183" in slices
-    assert "rank 1 on host b: computes 2.00 x as long" in slices
-    assert f"good at step 23: loss {loss_at(23):.6g}" in sections["Known-good counterexample"]
-    mitigates = sections["What mitigates"]
-    assert "lower train.lr" in mitigates and "done: `2026-01-01T00:00:14Z" in mitigates
-    assert "not confirmed" in sections["Cause"]
-    assert "confirmed: config" in incident(good, bad, found, confirmed="config: train.lr")
-
-
-def test_an_incident_between_two_starts_of_one_run_names_what_the_second_changed(tmp_path: Path) -> None:
-    folder = bad_run(tmp_path / "bad")
-    first = json.loads((folder / "starts" / "1.json").read_text())
-    first["config"]["train"]["lr"] = 0.5
-    (folder / "starts" / "2.json").write_text(json.dumps(first))
-    lines = (folder / "timeline.jsonl").read_text().splitlines(keepends=True)
-    again = [event(0, "start", second=11, start=2), event(22, "resume", second=11)]
-    lines[2:2] = [json.dumps(one) + "\n" for one in again]
-    (folder / "timeline.jsonl").write_text("".join(lines))
-    text = incident(None, load_run(folder), None)
-    assert "Start 1 of bad was good, start 2 is bad:" in text and "| **train.lr** (config) | 0.0003 | 0.5 |" in text
-
-
-def test_without_trouble_there_is_no_incident(tmp_path: Path) -> None:
-    assert "No sign of trouble" in incident(None, load_run(write_run(tmp_path / "a")), None)
