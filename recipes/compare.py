@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,23 +30,59 @@ from telemetry.compare.figures import write_pictures
 from telemetry.compare.incident import incident
 from telemetry.compare.outcome import outcome_table
 from telemetry.compare.runs import Run, load_runs
+from telemetry.compare.wandb_runs import is_wandb
 
 LONGEST = 150  # characters of a folder's name; file systems allow 255 bytes
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL = 1, 2, 128  # and the signal's number
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal came: replays are ended and worktrees removed on the way out."""
+
+
+def stop(number: int, frame: object) -> None:
+    for one in SIGNALS:  # once is enough: the way out is not to be broken off
+        signal.signal(one, signal.SIG_IGN)
+    raise Stopped(number)
 
 
 def main(words: Sequence[str]) -> int:
     asked = parser().parse_args(words)
+    handlers = {one: signal.signal(one, stop) for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN}
     try:
+        refuse_strangers(asked)
         return run(asked)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except Stopped as stopped:
+        return EXIT_SIGNAL + int(stopped.args[0])
     except BrokenPipeError:  # whoever read our output has what it wanted (| head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return EXIT_REFUSED
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+
+
+def refuse_strangers(asked: argparse.Namespace) -> None:
+    """Options that would be passed over without a word."""
+    if asked.rules is not None and not asked.alerts:
+        raise ValueError("--rules is for --alerts, which evaluates them over each RUN; name both")
+    if asked.bisect_from is not None and not asked.bisect:
+        raise ValueError("--bisect-from is for --bisect, which plays the runs again; name both")
+    for one in ("gate", "alerts"):
+        if getattr(asked, one):
+            beside = [
+                other for other in ("bisect", "incident", "alerts", "out") if getattr(asked, other) and other != one
+            ]
+            if beside:
+                raise ValueError(
+                    f"--{one} stands alone; leave out --{' and --'.join(beside)}, or call it again for these"
+                )
+    if asked.rules is not None and not asked.rules.is_file():
+        raise ValueError(f"--rules {asked.rules}: there is no such file; name a YAML file as in conf/alerts/")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -53,6 +90,11 @@ def run(asked: argparse.Namespace) -> int:
         return judged(asked)
     if asked.alerts:
         rules = rules_in(asked.rules) if asked.rules is not None else None
+        for path in asked.runs:
+            if is_wandb(path):
+                raise ValueError(
+                    f"{path} holds wandb's files; alert rules are evaluated over runs/EXPERIMENT/ID itself"
+                )
         print(*(f"{replay_text(path, rules)}\n" for path in asked.runs), sep="\n", end="")
         return 0
     runs = load_runs(asked.runs)

@@ -30,20 +30,22 @@ def _of_events(events: list[Row]) -> Iterator[str]:
 def _slow_ranks(run: Run, step: int) -> Iterator[str]:
     """A rank whose compute stands out of its stage in the first gathered row from the step on."""
     row = next((row for at, row in sorted(run.ranks.items()) if step <= at <= step + NEAR), None)
-    ranks = row["ranks"] if row is not None else []
+    gathered = row["ranks"] if row is not None else []
+    ranks = [one for one in gathered if isinstance(one, dict) and isinstance(one.get("compute_s"), (int, float))]
     for rank in ranks:
         peers = [one["compute_s"] for one in ranks if one.get("pp") == rank.get("pp")]
         if len(peers) > 1 and rank["compute_s"] > SLOW * median(peers) > 0:
             times = rank["compute_s"] / median(peers)
-            yield f"rank {rank['rank']} on host {rank.get('host')}: computes {times:.2f} x as long as its stage"
+            yield f"rank {rank.get('rank')} on host {rank.get('host')}: computes {times:.2f} x as long as its stage"
 
 
 def _samples(run: Run, step: int, events: list[Row]) -> Iterator[str]:
     """The part of the corpus: the samples of the bad step, of the event, or between two steps' counts, the one of them
     that is not there by the batch size."""
     for event in events:
-        if event.get("event") == "bad step" and event.get("samples"):
-            first, last = event["samples"]
+        samples = event.get("samples") if event.get("event") == "bad step" else None
+        if isinstance(samples, list) and len(samples) == 2:
+            first, last = samples
             yield f"samples {first} to {last - 1} of the corpus order (bad step {event['step']:,})"
             return
     begins, ends = (run.steps.get(at, {}).get("train/samples", 0 if at == 0 else None) for at in (step - 1, step))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from recipes import compare
 from recipes.compare import main
 from telemetry.compare.curves import CHARTS, points, thinned
 from telemetry.compare.runs import load_run
@@ -88,6 +92,54 @@ def test_the_recipe_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert main([*words, *(["--out", str(tmp_path / "r.html")] if "--gate" not in words else [])]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--rules", "r.yaml"], "--rules is for --alerts"),
+        (["--bisect-from", "3"], "--bisect-from is for --bisect"),
+        (["--gate", "RUN", "--bisect"], "--gate stands alone; leave out --bisect"),
+        (["--gate", "RUN", "--incident"], "--gate stands alone; leave out --incident"),
+        (["--alerts", "--incident", "--bisect"], "--alerts stands alone; leave out --bisect and --incident"),
+        (["--alerts", "--rules", "nowhere.yaml"], "--rules nowhere.yaml: there is no such file"),
+    ],
+)
+def test_an_option_that_would_be_passed_over_is_refused(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(write_run(tmp_path / "a"))
+    assert main([run, *(run if word == "RUN" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {line}") and error.count("\n") == 1
+
+
+def test_alert_rules_are_not_evaluated_over_wandbs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run-r1.wandb").write_text("")
+    assert main(["--alerts", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "holds wandb's files" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_by_the_way_out(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is open is closed, once: a second signal does not break that off."""
+    closed, before = [], signal.getsignal(number)
+
+    def play(asked: object) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), number)
+            closed.append(True)
+        return 0
+
+    monkeypatch.setattr(compare, "run", play)
+    assert main([str(tmp_path)]) == 128 + number
+    assert closed == [True] and signal.getsignal(number) == before
 
 
 def test_the_gate_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
