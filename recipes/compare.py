@@ -104,7 +104,7 @@ def run(asked: argparse.Namespace) -> int:
         print(*(f"note: {one.name}: {note}\n" for note in one.notes), sep="", end="")
     found = differences.differences(runs)
     if len(runs) > 1:
-        print(f"\n{differences.text(found, [one.name for one in runs])}")
+        print(f"\n{differences.text(found, runs)}")
     pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
     for pair in pairs:
         print(f"\n{parting(runs, pair)}")

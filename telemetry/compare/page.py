@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.compare.curves import AXES, CHARTS, MOST_POINTS, Chart, name_of, points, thinned
-from telemetry.compare.differences import GROUPS, Difference, changes, shown
+from telemetry.compare.differences import GROUPS, Difference, changes, shown, unknown_groups
 from telemetry.compare.divergence import (
     LOSS,
     Divergence,
@@ -142,6 +142,8 @@ def _differences(report: Report) -> str:
     if len(runs) > 1:
         settings = [one for one in found if one.kind == "setting"]
         parts.append(_difference_table(runs, settings) if settings else '<div class="card">No setting differs.</div>')
+        unknown = unknown_groups([run.last for run in runs], [run.name for run in runs])
+        parts += [f'<p class="soft">{escape(line)}</p>' for line in unknown]
         for kind, head in (("derived", "what follows from them"), ("label", "only labels, paths and what is watched")):
             others = [one for one in found if one.kind == kind]
             if others:
