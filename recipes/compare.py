@@ -105,6 +105,8 @@ def run(asked: argparse.Namespace) -> int:
     found = differences.differences(runs)
     if len(runs) > 1:
         print(f"\n{differences.text(found, runs)}")
+    for one in runs:
+        print(*(f"{line}\n" for line in differences.changes_text(one)), sep="", end="")
     pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
     for pair in pairs:
         print(f"\n{parting(runs, pair)}")
@@ -144,8 +146,9 @@ def rules_in(file: Path) -> dict[str, AlertRule]:
 
 def folder_name(names: Sequence[str]) -> str:
     """The runs' names where a folder's name can hold them."""
-    whole = "+".join(names).replace(" ", "_")
-    return whole if len(whole) <= LONGEST else f"{names[0]}+{len(names) - 1}_more".replace(" ", "_")
+    plain = ["".join("_" if letter in " /\\()" else letter for letter in name).rstrip("_") for name in names]
+    whole = "+".join(plain)
+    return whole if len(whole) <= LONGEST else f"{plain[0][:LONGEST]}+{len(names) - 1}_more"
 
 
 def bisected(

@@ -72,6 +72,17 @@ def between(starts: Sequence[Start]) -> list[Difference]:
     return sorted(found, key=lambda one: (order[one.kind], GROUPS.index(one.group)))
 
 
+def changes_text(run: Run) -> list[str]:
+    """What each later start chose otherwise, a line a start."""
+    lines = []
+    for start, changed in changes(run):
+        settings = [one for one in changed if one.kind == "setting"]
+        values = [f"{one.key} {' -> '.join(shortened(shown(value)) for value in one.values)}" for one in settings]
+        if values:
+            lines.append(f"{run.name}: start {start.number} changed, from step {start.step:,} on: {', '.join(values)}")
+    return lines
+
+
 def _follows(one: Difference, found: Sequence[Difference]) -> bool:
     """Fingerprints of the corpus are of its text and of what selects and orders it: where that was chosen otherwise,
     they say nothing of the text."""

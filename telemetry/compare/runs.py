@@ -94,10 +94,16 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     """All of them, under names that tell them apart. Raises RunError."""
     runs = [load_run(path) for path in paths]
     names = [run.name for run in runs]
+    folders = [f"{run.name} ({_short(run.folder)})" if names.count(run.name) > 1 else run.name for run in runs]
     return [
-        replace(run, name=f"{run.name} ({names[: place + 1].count(run.name)})") if names.count(run.name) > 1 else run
-        for place, run in enumerate(runs)
+        replace(run, name=f"{name} ({folders[: place + 1].count(name)})" if folders.count(name) > 1 else name)
+        for place, (run, name) in enumerate(zip(runs, folders, strict=True))
     ]
+
+
+def _short(folder: Path) -> str:
+    """Its last two names: a copy of a run has its id."""
+    return "/".join(folder.resolve().parts[-2:])
 
 
 def load_run(path: Path) -> Run:

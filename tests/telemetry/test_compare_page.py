@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from recipes import compare
-from recipes.compare import main
+from recipes.compare import folder_name, main
 from telemetry.compare.curves import CHARTS, points, thinned
+from telemetry.compare.markdown import shown_text
 from telemetry.compare.runs import load_run
 from tests.telemetry.run_folders import bad_run, loss_at, step_row, write_run
 
@@ -140,6 +141,26 @@ def test_a_signal_ends_it_by_the_way_out(
     monkeypatch.setattr(compare, "run", play)
     assert main([str(tmp_path)]) == 128 + number
     assert closed == [True] and signal.getsignal(number) == before
+
+
+def test_a_record_is_shown_with_its_tables_and_no_text_of_a_run_as_markup() -> None:
+    text = f"# Incident: a\n\n## Signs\n- `x` **b** {EVIL}\n\n| | good |\n|---|---|\n| key | a\\|b |\n"
+    shown = shown_text(text)
+    assert "<h3>Signs</h3><ul><li><code>x</code> <b>b</b> &lt;/script&gt;" in shown
+    assert "<td class=value>a|b</td>" in shown and "<script" not in shown and "|---" not in shown
+    assert shown_text("replayed | <b>") == "<pre>replayed | &lt;b&gt;</pre>"
+
+
+def test_more_runs_than_colors_are_told_apart_by_dashes_and_only_some_findings_are_open(tmp_path: Path) -> None:
+    paths = [str(write_run(tmp_path / f"r{n}", rows=[step_row(1), step_row(2)])) for n in range(10)]
+    assert main([*paths, "--out", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert text.count('class="swatch dash1"') == 2 and "<summary>5 more</summary>" in text
+
+
+def test_a_folders_name_has_no_separator_and_copies_are_told_apart() -> None:
+    assert folder_name(["a (x/a)", "a (y/a)"]) == "a__x_a+a__y_a"
+    assert "/" not in folder_name(["../b/c" * 60, "b"]) and len(folder_name(["b" * 300, "c"])) < 255
 
 
 def test_the_gate_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

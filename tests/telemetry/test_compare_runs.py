@@ -11,6 +11,7 @@ import pytest
 
 from conf.schema import WandbConfig
 from recipes.compare import main
+from telemetry.compare.differences import changes_text
 from telemetry.compare.runs import RunError, load_run, load_runs
 from telemetry.report import EvaluationReport
 from telemetry.sinks import Sinks
@@ -72,6 +73,7 @@ def test_each_start_is_known_with_the_steps_it_trained(tmp_path: Path) -> None:
     run = load_run(folder)
     assert [(run.start_at(step).number, run.start_at(step).patch) for step in (10, 11)] == [(1, None), (2, "diff")]
     assert run.last.config["train"]["lr"] == 0.5
+    assert changes_text(run) == ["a: start 2 changed, from step 10 on: train.lr 0.0003 -> 0.5, patch none -> diff"]
 
 
 def test_a_folder_of_an_older_version_without_starts_is_read(tmp_path: Path) -> None:
@@ -109,7 +111,8 @@ def test_paths_that_are_no_run_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a"), write_run(tmp_path / "b")]
-    assert [run.name for run in load_runs(paths)] == ["a (1)", "a (2)", "b"]
+    assert [run.name for run in load_runs(paths)] == ["a (x/a)", "a (y/a)", "b"]
+    assert [run.name for run in load_runs([paths[0], paths[0]])] == ["a (x/a) (1)", "a (x/a) (2)"]
 
 
 def test_wandbs_offline_files_hold_the_same_curve_and_config(tmp_path: Path) -> None:
