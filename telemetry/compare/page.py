@@ -15,14 +15,7 @@ from typing import Any
 
 from telemetry.compare.curves import AXES, CHARTS, MOST_POINTS, Chart, name_of, points, thinned
 from telemetry.compare.differences import GROUPS, Difference, changes, shown, unknown_groups
-from telemetry.compare.divergence import (
-    LOSS,
-    Divergence,
-    Tolerance,
-    describe,
-    event_line,
-    events_before,
-)
+from telemetry.compare.divergence import LOSS, Divergence, Tolerance, describe, event_line, events_before
 from telemetry.compare.markdown import shown_text
 from telemetry.compare.outcome import lines, outcome
 from telemetry.compare.runs import Row, Run
@@ -115,7 +108,7 @@ def _outcome(runs: Sequence[Run]) -> str:
     rows = []
     for line in lines(found):
         cells = "".join(
-            f'<td class="value">{_word(text) if line.label == "outcome" else escape(text)}{_ratio(ratio)}</td>'
+            f'<td class="value">{_word(text) if line.label == "outcome" else _number(text)}{_ratio(ratio)}</td>'
             for text, ratio in zip(line.texts, line.ratios, strict=True)
         )
         rows.append(f"<tr><th>{escape(line.label)}</th>{cells}</tr>")
@@ -142,6 +135,11 @@ def _swatch(run: int) -> str:
     """As page.js draws a run's line: eight colors, then the same dashed."""
     dashed = f" dash{run // 8 % 4}" if run >= 8 else ""
     return f'<span class="swatch{dashed}" style="color:var(--run{run % 8})"></span>'
+
+
+def _number(text: str) -> str:
+    """A number stays on a line with its unit."""
+    return escape(text.replace(" ", "\u00a0") if text[:1].isdigit() else text)
 
 
 def _word(ending: str) -> str:

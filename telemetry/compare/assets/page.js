@@ -80,13 +80,16 @@ function draw(chart) {
     if (smooth) curve(plot, series, series.y, chart, "curve raw");
     curve(plot, series, smooth ? smoothed(series.y) : series.y, chart, "curve");
   }
+  const told = new Map();  // labels at one place, below each other
   for (const mark of chart.marked ? DATA.marks : []) {
     if (state.hidden.has(mark.run) || mark.x[state.axis] === null) continue;
     const at = X(mark.x[state.axis]);
     if (at < margin.left || at > width - margin.right) continue;
     node("line", { class: "mark", x1: at, x2: at, y1: margin.top, y2: height - margin.bottom }, svg);
-    const late = at > width - 120;
-    node("text", { class: "marked over", x: at + (late ? -5 : 5), y: margin.top + 8, "text-anchor": late ? "end" : "start" }, svg, mark.label);
+    const late = at > width - 120, row = told.get(mark.x[state.axis]) || 0;
+    told.set(mark.x[state.axis], row + 1);
+    if (row > 3) continue;
+    node("text", { class: "marked over", x: at + (late ? -5 : 5), y: margin.top + 8 + 13 * row, "text-anchor": late ? "end" : "start" }, svg, row < 3 ? mark.label : "and others");
   }
   chart.cross = node("g", {}, svg);
 }
