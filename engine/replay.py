@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.compare.differences import is_unkept
-from telemetry.compare.runs import Run, RunError, Start, load_run
+from telemetry.compare.runs import Run, RunError, Start, lives, load_run
 from telemetry.redact import redacted
 from telemetry.run_folder import git_changes, git_commit
 
@@ -32,6 +33,7 @@ ASIDE = ("run", "telemetry", "checkpoint", "resume", "benchmark", "plan", "promo
 FIXED = ("telemetry=quiet", "checkpoint.interval=0", "train.eval_interval=0", "train.sample_tokens=0")
 OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LAUNCH_MARKER")
 POLL_S = 0.3
+OWNER = "a replay of process "
 TWICE_S = 1.5  # between two signals, so that the second counts as a second request (engine/session.py)
 
 
@@ -131,12 +133,13 @@ class Player:
 
     def __enter__(self) -> Player:
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_stale_worktrees(self.repository)
         return self
 
     def __exit__(self, *error: object) -> None:
         for root in self._roots.values():
             if root != ROOT:
-                _git(self.repository, "worktree", "remove", "--force", str(root))
+                _remove_worktree(self.repository, root)
 
     def __call__(self, recipe: Recipe) -> Run:
         root = self._root(recipe.code)
@@ -197,10 +200,38 @@ class Player:
         if _git(self.repository, "cat-file", "-e", f"{code.commit}^{{commit}}").returncode != 0:
             raise Unplayable(f"commit {code.commit[:12]} is not in the repository {self.repository}; fetch it first")
         _git(self.repository, "worktree", "add", "--detach", str(root), code.commit)
+        _git(
+            self.repository,
+            "worktree",
+            "lock",
+            "--reason",
+            f"{OWNER}{os.getpid()} on {socket.gethostname()}",
+            str(root),
+        )
         if code.patch and _git(root, "apply", "-", text=code.patch).returncode != 0:
-            _git(self.repository, "worktree", "remove", "--force", str(root))
+            _remove_worktree(self.repository, root)
             raise Unplayable(f"the patch that the run kept does not apply to its commit {code.commit[:12]}")
         return root
+
+
+def remove_stale_worktrees(repository: Path) -> None:
+    """Those of replays whose process was killed on this machine; one of a living process is locked and stays."""
+    root = None
+    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
+        word, _, value = line.partition(" ")
+        root = Path(value) if word == "worktree" else root
+        if word == "locked" and root is not None and value.startswith(OWNER):
+            process, _, host = value.removeprefix(OWNER).partition(" on ")
+            if host == socket.gethostname() and not lives(int(process)):
+                _remove_worktree(repository, root)
+    _git(repository, "worktree", "prune")
+
+
+def _remove_worktree(repository: Path, root: Path) -> None:
+    """Also a locked one, and one whose files are gone already."""
+    shutil.rmtree(root, ignore_errors=True)
+    _git(repository, "worktree", "unlock", str(root))
+    _git(repository, "worktree", "prune")
 
 
 def _is_here(code: Code) -> bool:

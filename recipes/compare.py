@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,23 +30,59 @@ from telemetry.compare.figures import write_pictures
 from telemetry.compare.incident import incident
 from telemetry.compare.outcome import outcome_table
 from telemetry.compare.runs import Run, load_runs
+from telemetry.compare.wandb_runs import is_wandb
 
 LONGEST = 150  # characters of a folder's name; file systems allow 255 bytes
-EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_REFUSED, EXIT_SIGNAL = 1, 2, 128  # and the signal's number
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal came: replays are ended and worktrees removed on the way out."""
+
+
+def stop(number: int, frame: object) -> None:
+    for one in SIGNALS:  # once is enough: the way out is not to be broken off
+        signal.signal(one, signal.SIG_IGN)
+    raise Stopped(number)
 
 
 def main(words: Sequence[str]) -> int:
     asked = parser().parse_args(words)
+    handlers = {one: signal.signal(one, stop) for one in SIGNALS if signal.getsignal(one) is not signal.SIG_IGN}
     try:
+        refuse_strangers(asked)
         return run(asked)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except Stopped as stopped:
+        return EXIT_SIGNAL + int(stopped.args[0])
     except BrokenPipeError:  # whoever read our output has what it wanted (| head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return EXIT_REFUSED
+    finally:
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+
+
+def refuse_strangers(asked: argparse.Namespace) -> None:
+    """Options that would be passed over without a word."""
+    if asked.rules is not None and not asked.alerts:
+        raise ValueError("--rules is for --alerts, which evaluates them over each RUN; name both")
+    if asked.bisect_from is not None and not asked.bisect:
+        raise ValueError("--bisect-from is for --bisect, which plays the runs again; name both")
+    for one in ("gate", "alerts"):
+        if getattr(asked, one):
+            beside = [
+                other for other in ("bisect", "incident", "alerts", "out") if getattr(asked, other) and other != one
+            ]
+            if beside:
+                raise ValueError(
+                    f"--{one} stands alone; leave out --{' and --'.join(beside)}, or call it again for these"
+                )
+    if asked.rules is not None and not asked.rules.is_file():
+        raise ValueError(f"--rules {asked.rules}: there is no such file; name a YAML file as in conf/alerts/")
 
 
 def run(asked: argparse.Namespace) -> int:
@@ -52,6 +90,11 @@ def run(asked: argparse.Namespace) -> int:
         return judged(asked)
     if asked.alerts:
         rules = rules_in(asked.rules) if asked.rules is not None else None
+        for path in asked.runs:
+            if is_wandb(path):
+                raise ValueError(
+                    f"{path} holds wandb's files; alert rules are evaluated over runs/EXPERIMENT/ID itself"
+                )
         print(*(f"{replay_text(path, rules)}\n" for path in asked.runs), sep="\n", end="")
         return 0
     runs = load_runs(asked.runs)
@@ -61,7 +104,9 @@ def run(asked: argparse.Namespace) -> int:
         print(*(f"note: {one.name}: {note}\n" for note in one.notes), sep="", end="")
     found = differences.differences(runs)
     if len(runs) > 1:
-        print(f"\n{differences.text(found, [one.name for one in runs])}")
+        print(f"\n{differences.text(found, runs)}")
+    for one in runs:
+        print(*(f"{line}\n" for line in differences.changes_text(one)), sep="", end="")
     pairs = [page.Pair(0, place, divergence(runs[0], runs[place], tolerance)) for place in range(1, len(runs))]
     for pair in pairs:
         print(f"\n{parting(runs, pair)}")
@@ -72,7 +117,7 @@ def run(asked: argparse.Namespace) -> int:
         text, confirmed = bisected(asked, runs, pairs, tolerance)
         extra.append(("Replays", text))
     if asked.incident:
-        extra.append(("Incident", recorded(runs, pairs, confirmed, out.with_name("incident.md"))))
+        extra.append(("Incident", recorded(runs, pairs, confirmed, unwritten(out.with_name("incident.md")))))
     page.write_page(page.Report(runs, tolerance, pairs, found, extra), out)
     marks = [runs[0].steps[pair.found.steps[0]]["step"] for pair in pairs if pair.found.steps is not None]
     pictures = write_pictures(runs, out.parent, parts_at=min(marks, default=None))
@@ -101,8 +146,9 @@ def rules_in(file: Path) -> dict[str, AlertRule]:
 
 def folder_name(names: Sequence[str]) -> str:
     """The runs' names where a folder's name can hold them."""
-    whole = "+".join(names).replace(" ", "_")
-    return whole if len(whole) <= LONGEST else f"{names[0]}+{len(names) - 1}_more".replace(" ", "_")
+    plain = ["".join("_" if letter in " /\\()" else letter for letter in name).rstrip("_") for name in names]
+    whole = "+".join(plain)
+    return whole if len(whole) <= LONGEST else f"{plain[0][:LONGEST]}+{len(names) - 1}_more"
 
 
 def bisected(
@@ -131,6 +177,12 @@ def recorded(runs: Sequence[Run], pairs: Sequence[page.Pair], confirmed: str | N
     path.write_text(text)
     print(f"\n{text}\nrecord   {path}")
     return text
+
+
+def unwritten(path: Path) -> Path:
+    """incident.md, or incident-2.md ...: a record is gone on with by a person, and is never written over."""
+    taken = (path.with_stem(f"{path.stem}-{number}") for number in range(2, sys.maxsize))
+    return next(one for one in chain([path], taken) if not one.exists())
 
 
 def parting(runs: Sequence[Run], pair: page.Pair) -> str:
@@ -196,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
     judging.add_argument("--gate", type=Path, metavar="BASELINE", help="judge each RUN against this one")
     defaults = gate.Limits(Tolerance((0, 0), (0, 0)))
     judging.add_argument("--parity-steps", type=count, default=defaults.steps, help="steps compared (%(default)s)")
+    default_of = {"memory": f"{gate.MEMORY}; on CPUs {gate.MEMORY_ON_CPU}"}
     for name, what in (
         ("memory", "peak memory above the baseline's"),
         ("utilisation", "utilisation below the baseline's"),
@@ -203,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     ):
         judging.add_argument(
             f"--{name}-tolerance", type=share, default=getattr(defaults, name), metavar="SHARE",
-            help=f"{what} (%(default)s)",
+            help=f"{what} ({default_of.get(name, '%(default)s')})",
         )  # fmt: skip
     return found
 

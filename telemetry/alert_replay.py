@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from conf.schema import AlertRule
+from conf.schema import AlertReference, AlertRule
 from parallel.record import built
 from telemetry.alert_history import expectation_of, run_through
 from telemetry.alert_text import normal_text
@@ -49,7 +49,7 @@ def replay_text(folder: Path, rules: Mapping[str, AlertRule] | None = None) -> s
     rows = [
         (
             name, rule.metric, rule.slice.value, normal_text(rule), f"{rule.persistence.n} of {rule.persistence.m}",
-            seen[name], raised[name], open_now[name], _note(name, mute, seen[name]),
+            seen[name], raised[name], open_now[name], _note(name, rule, alerts, mute, seen[name]),
         )
         for name, rule in alerts.rules.items()
     ]  # fmt: skip
@@ -59,7 +59,18 @@ def replay_text(folder: Path, rules: Mapping[str, AlertRule] | None = None) -> s
     return "\n".join(lines)
 
 
-def _note(name: str, mute: Mapping[str, str], seen: int) -> str:
+def _note(name: str, rule: AlertRule, alerts: Alerts, mute: Mapping[str, str], seen: int) -> str:
+    """Why nothing was judged. A series is there as soon as its metric is."""
     if seen:
         return ""
-    return f"silent: {NO_REFERENCE[mute[name]]}" if name in mute else "silent: the run has no such number"
+    if name in mute:
+        return f"silent: {NO_REFERENCE[mute[name]]}"
+    series = [one for (other, _), one in alerts.series.items() if other == name]
+    if not series:
+        return "silent: the run has no such number"
+    if rule.normal.relative_to is AlertReference.recent:
+        longest, needed = max(len(one.normal) for one in series), -(-rule.normal.window // 2)
+        return f"silent: {longest} of the {needed} observations that its median needs"
+    if rule.normal.relative_to is AlertReference.peers:
+        return "silent: no rank has peers in its stage"
+    return "silent: its reference is no number above 0"

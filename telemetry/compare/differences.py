@@ -8,7 +8,7 @@ DeepSpeed config) is derived. Both are told apart from the settings, which are w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +22,9 @@ LABELS = (
     "data.num_workers", "data.wait_timeout_s", "cluster.timeout_s", "cluster.hang_timeout_s",
 )  # fmt: skip
 PLAN_KEYS = ("parallel.", "zero.", "train.micro_batch_size")
+# What a reader asks for -> the part of a start's record that tells it.
+SECTIONS = {"config": "config", "plan": "plan", "data": "corpus_fingerprint", "code": "code", "packages": "packages",
+            "hosts": "hosts"}  # fmt: skip
 MISSING = "(absent)"
 UNKEPT = "uncommitted changes, not kept"
 UNTOLD = ("profile.standing", "profile.determined", "predicted", "warnings")  # of plan.json: predictions and words
@@ -64,8 +67,29 @@ def between(starts: Sequence[Start]) -> list[Difference]:
         values = [MISSING if one is None else one.value for one in known]
         if all(fact.section in one for one in sections) and any(value != values[0] for value in values):
             found.append(Difference(*place, values, fact.kind))
+    found = [replace(one, kind="derived") if _follows(one, found) else one for one in found]
     order = {"setting": 0, "derived": 1, "label": 2}
     return sorted(found, key=lambda one: (order[one.kind], GROUPS.index(one.group)))
+
+
+def changes_text(run: Run) -> list[str]:
+    """What each later start chose otherwise, a line a start."""
+    lines = []
+    for start, changed in changes(run):
+        settings = [one for one in changed if one.kind == "setting"]
+        values = [f"{one.key} {' -> '.join(shortened(shown(value)) for value in one.values)}" for one in settings]
+        if values:
+            lines.append(f"{run.name}: start {start.number} changed, from step {start.step:,} on: {', '.join(values)}")
+    return lines
+
+
+def _follows(one: Difference, found: Sequence[Difference]) -> bool:
+    """Fingerprints of the corpus are of its text and of what selects and orders it: where that was chosen otherwise,
+    they say nothing of the text."""
+    if one.key not in ("corpus_fingerprint", "tokenizer_fingerprint"):
+        return False
+    chosen = [other.key for other in found if other.kind == "setting"]
+    return any(key.startswith("data.") or (key == "seed" and one.key == "corpus_fingerprint") for key in chosen)
 
 
 def changes(run: Run) -> list[tuple[Start, list[Difference]]]:
@@ -96,7 +120,10 @@ def facts(start: Start) -> Iterator[Fact]:
     if "python" in identity:
         yield Fact("python", "packages", "python", identity["python"])
     if "hosts" in identity:
-        yield Fact("hosts", "hosts", "hosts", _hosts(identity["hosts"]))
+        hosts = identity["hosts"]
+        yield Fact("hosts", "hosts", "hosts", ", ".join(sorted(set(hosts))))
+        counts = ", ".join(f"{host} x{hosts.count(host)}" for host in dict.fromkeys(hosts))
+        yield Fact("hosts", "hosts", "ranks of each host", counts, "derived")  # the plan's
     if "device" in identity:
         yield Fact("device", "hosts", "device", identity["device"])
     for key in ("cluster", "id", "started", "command"):
@@ -107,11 +134,6 @@ def facts(start: Start) -> Iterator[Fact]:
 def is_unkept(start: Start) -> bool:
     """Whether it ran with uncommitted changes that nobody kept."""
     return str(start.identity.get("git_commit")).endswith("+changes") and not start.patch
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    """Each once, with how many ranks it had: the order of ranks is the plan's."""
-    return ", ".join(f"{host} x{hosts.count(host)}" for host in dict.fromkeys(hosts))
 
 
 def group_of(key: str) -> str:
@@ -148,8 +170,23 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and abs(value) < 1e15 else str(value)
 
 
-def text(found: Sequence[Difference], names: Sequence[str], *, kinds: Sequence[str] = ("setting", "derived")) -> str:
-    """Group by group, a line a key."""
+def unknown_groups(starts: Sequence[Start], names: Sequence[str]) -> list[str]:
+    """What could not be compared, a line a run: wandb's files and older versions kept less."""
+    lines = []
+    for start, name in zip(starts, names, strict=True):
+        known = {fact.section for fact in facts(start)}
+        missing = [word for word, section in SECTIONS.items() if section not in known]
+        if missing:
+            lines.append(f"not compared: {', '.join(missing)}: not known of {name}")
+    return lines
+
+
+def text(
+    found: Sequence[Difference], runs: Sequence[Run], *, kinds: Sequence[str] = ("setting", "derived")
+) -> str:  # fmt: skip
+    """Group by group, a line a key; then what could not be compared."""
+    names = [run.name for run in runs]
+    unknown = unknown_groups([run.last for run in runs], names) if len(names) > 1 else []
     lines = []
     for group in GROUPS:
         rows = [one for one in found if one.group == group and one.kind in kinds]
@@ -160,8 +197,9 @@ def text(found: Sequence[Difference], names: Sequence[str], *, kinds: Sequence[s
                 values = "  |  ".join(shortened(shown(value)) for value in one.values)
                 lines.append(f"  {one.key:<{width}}  {values}{'  (follows)' if one.kind == 'derived' else ''}")
     if not lines:
-        return "nothing differs" if len(names) > 1 else ""
-    return "\n".join([f"values in the order {' | '.join(names)}", *lines])
+        same = "nothing differs, of what both kept" if unknown else "nothing differs"
+        return "\n".join([same, *unknown]) if len(names) > 1 else ""
+    return "\n".join([f"values in the order {' | '.join(names)}", *lines, *unknown])
 
 
 def shortened(line: str, *, longest: int = 60) -> str:

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.promotion import loss_bounds
+from telemetry.compare.attempts import QUIET, attempt_of
 from telemetry.compare.runs import Row, Run, same_batches
 from telemetry.tables import size
 
 NORM_16_BIT = 0.1  # relative, as tests/engine/test_parity.py allows a gradient norm in bf16
 LOSS, NORM = "train/loss", "train/grad_norm"
 NAMES = {LOSS: "loss", NORM: "gradient norm"}
-REWINDS = ("start", "resume", "rollback")
 AT_ITS_STEP = ("bad step", "skipped step", "alert raised", "rank lost", "rollback")
-QUIET = ("evaluation", "weights")  # these change nothing
 
 
 @dataclass(frozen=True)
@@ -125,21 +124,29 @@ def is_close(value: float, other: float, allowed: float) -> bool:
     return value == other or (math.isnan(value) and math.isnan(other))
 
 
+def distance_words(value: float, other: float, allowed: float) -> str:
+    """How far they are apart, and what is allowed."""
+    if math.isfinite(value) and math.isfinite(other):
+        return f"{abs(value - other):.2g} apart, {allowed:.2g} is allowed"
+    return "only one is a finite number" if math.isfinite(value) or math.isfinite(other) else "no numbers, unlike"
+
+
 def events_before(run: Run, step: int, *, most: int = 5) -> list[Row]:
     """The nearest events on the way to a step as it counts, the latest last; alerts and bad steps of the step itself
     belong to it, its checkpoint does not."""
-    begins = 0
-    for place, event in enumerate(run.events):
-        if event.get("event") in REWINDS and event.get("step", 0) < step:
-            begins = place
-    found = list(run.events[:begins])
-    for event in run.events[begins:]:
-        at = event.get("step", 0)
-        if at > step:
+    begins = attempt_of(run.events, step)
+    found = list(run.events[: begins + 1])
+    for event in run.events[begins + 1 :]:
+        if event["step"] > step:
             break
-        if at < step or event.get("event") in AT_ITS_STEP:
+        if event["step"] < step or event.get("event") in AT_ITS_STEP:
             found.append(event)
-    return [event for event in found if event.get("event") not in QUIET][-most:]
+    return nearest(found, most=most)
+
+
+def nearest(events: Sequence[Row], *, most: int = 5) -> list[Row]:
+    """The last of those that changed something."""
+    return [event for event in events if event.get("event") not in QUIET][-most:]
 
 
 def event_line(event: Row) -> str:
@@ -186,13 +193,14 @@ def describe(found: Divergence, names: Sequence[str]) -> str:
         )
         return "\n".join(lines)
     assert found.metric is not None and found.values is not None and found.allowed is not None
-    apart = abs(found.values[0] - found.values[1])
     until = "from the first on" if found.agreed is None else f"after agreeing up to {unit} {found.agreed:,}"
     lines.append(
         f"{NAMES[found.metric]} parts at {unit} {found.place:,}, {until}: {found.values[0]:.8g} and "
-        f"{found.values[1]:.8g}, {apart:.2g} apart, {found.allowed:.2g} is allowed"
+        f"{found.values[1]:.8g}, {distance_words(*found.values, found.allowed)}"
     )
-    last = f"at the last shared place, {unit} {found.shared[-1]:,}, the losses are {found.at_last:.2g} apart"
+    assert found.at_last is not None
+    losses = f"are {found.at_last:.2g} apart" if math.isfinite(found.at_last) else "are not both finite numbers"
+    last = f"at the last shared place, {unit} {found.shared[-1]:,}, the losses {losses}"
     if found.for_good is None:
         last = f"later they agree again; {last}"
     elif found.for_good > found.place:

@@ -10,6 +10,9 @@ from telemetry.compare.curves import AXES, CHARTS, Chart, name_of, points
 from telemetry.compare.runs import Run
 
 COLORS = ("#2a6fdb", "#d9541e", "#14866d", "#8546c7", "#b3325f", "#8a6a00", "#0b7fa5", "#5c6470")  # page.css's
+DASHES = ("-", "--", ":", "-.")  # page.js's, for more runs than colors
+LEGEND_COLUMNS = 2  # a column of charts
+LONGEST = 28  # characters of a name in a legend
 PICTURES = {"losses.png": ("loss", "validation", "norm", "rate"),
             "steps.png": ("speed", "utilisation", "memory", "bubble", "imbalance", "exposed")}  # fmt: skip
 
@@ -38,16 +41,21 @@ def _picture(
 
     columns = min(2, len(drawn))
     rows = -(-len(drawn) // columns)
-    figure, grid = pyplot.subplots(rows, columns, figsize=(6.2 * columns, 3.0 * rows + 0.5), dpi=110, squeeze=False)
+    legend_rows = -(-len(runs) // (LEGEND_COLUMNS * columns))
+    above = 0.25 + 0.21 * legend_rows
+    height = 3.0 * rows + above
+    figure, grid = pyplot.subplots(rows, columns, figsize=(6.2 * columns, height), dpi=110, squeeze=False)
     places = list(grid.flat)
     for axes, (chart, metric) in zip(places, drawn, strict=False):
-        for color, run in zip(_colors(len(runs)), runs, strict=True):
-            _curve(axes, run, chart, metric, axis=axis, color=color)
+        for place, run in enumerate(runs):
+            _curve(axes, run, chart, metric, axis=axis, place=place)
         if parts_at is not None and chart.key in ("loss", "norm"):
             axes.axvline(parts_at, color="#c62f2f", linestyle="--", linewidth=0.9)
         axes.set_title(f"{chart.title}{f' ({chart.unit})' if chart.unit else ''}", fontsize=10, loc="left")
         axes.set_xlabel(AXES[axis], fontsize=8)
         axes.tick_params(labelsize=8)
+        if axis == "step":
+            axes.xaxis.set_major_locator(pyplot.MaxNLocator(integer=True))
         axes.grid(alpha=0.25)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
@@ -59,20 +67,18 @@ def _picture(
     for axes in places[len(drawn) :]:
         axes.set_visible(False)
     handles, labels = places[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper left", ncols=min(3, len(runs)), fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.4 / (3.0 * rows + 0.5)))
+    ncols = min(LEGEND_COLUMNS * columns, len(runs))
+    figure.legend(handles, labels, loc="upper left", ncols=ncols, fontsize=8.5, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - above / height))
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def _colors(count: int) -> list[str]:
-    return [COLORS[place % len(COLORS)] for place in range(count)]
-
-
-def _curve(axes: Any, run: Run, chart: Chart, metric: str, *, axis: str, color: str) -> None:
+def _curve(axes: Any, run: Run, chart: Chart, metric: str, *, axis: str, place: int) -> None:
     found = [one for one in points(run, chart, metric) if one[axis] is not None]
     y = [float("nan") if one["y"] is None else one["y"] for one in found]
+    name = run.name if len(run.name) <= LONGEST else f"{run.name[: LONGEST - 1]}…"
     axes.plot(
-        [one[axis] for one in found], y, "o-" if len(found) <= 40 else "-", color=color, label=run.name, linewidth=1.2,
-        markersize=2.5,
+        [one[axis] for one in found], y, marker="o" if len(found) <= 40 else "", color=COLORS[place % len(COLORS)],
+        linestyle=DASHES[place // len(COLORS) % len(DASHES)], label=name, linewidth=1.2, markersize=2.5,
     )  # fmt: skip

@@ -42,6 +42,7 @@ class Outcome:
     imbalance: float | None
     exposed: float | None
     skipped: int
+    rollbacks: int
     starts: int
     alerts: int
 
@@ -76,6 +77,7 @@ def outcome(run: Run) -> Outcome:
         imbalance=typical(run, "pipeline/imbalance"),
         exposed=typical(run, "communication/exposed_share"),
         skipped=sum(bool(row.get("train/skipped")) for row in rows),
+        rollbacks=sum(event.get("event") == "rollback" for event in run.events),
         starts=max(len(run.starts), sum(event.get("event") == "start" for event in run.events)),
         alerts=sum(event.get("event") == "alert raised" for event in run.events),
     )
@@ -154,7 +156,7 @@ LINES: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
     ("tokens", "tokens", _count, False),
     ("train loss", "loss", _loss, True),
     ("validation loss", "validation_loss", _loss, True),
-    ("its best", "best_validation_loss", _loss, True),
+    ("best validation loss", "best_validation_loss", _loss, True),
     ("tokens/s", "tokens_per_s", _count, True),
     ("tokens/s a device", "tokens_per_s_per_device", _count, True),
     ("step time", "step_time_s", _seconds, True),
@@ -165,6 +167,7 @@ LINES: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
     ("stage imbalance", "imbalance", lambda value: f"{value:.3f}", True),
     ("exposed communication", "exposed", _share, True),
     ("skipped steps", "skipped", _count, False),
+    ("rollbacks", "rollbacks", _count, False),
     ("starts", "starts", _count, False),
     ("alerts raised", "alerts", _count, False),
 )

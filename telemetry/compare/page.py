@@ -14,21 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.compare.curves import AXES, CHARTS, MOST_POINTS, Chart, name_of, points, thinned
-from telemetry.compare.differences import GROUPS, Difference, changes, shown
-from telemetry.compare.divergence import (
-    LOSS,
-    Divergence,
-    Tolerance,
-    describe,
-    event_line,
-    events_before,
-)
+from telemetry.compare.differences import GROUPS, Difference, changes, shown, unknown_groups
+from telemetry.compare.divergence import LOSS, Divergence, Tolerance, describe, event_line, events_before
+from telemetry.compare.markdown import shown_text
 from telemetry.compare.outcome import lines, outcome
 from telemetry.compare.runs import Row, Run
 from telemetry.run_folder import utc_now
 
 ASSETS = Path(__file__).with_name("assets")
 MOST_EVENTS = 400  # a run on the page; the nearest to trouble are kept
+MOST_FINDINGS = 4  # open; a reader of more runs has the table first
 PATCH_LINES = 200
 
 
@@ -59,16 +54,16 @@ def write_page(report: Report, path: Path) -> None:
     parts = {
         "title": escape(title),
         "about": " · ".join(f"<code>{escape(str(run.folder))}</code>" for run in runs),
-        "findings": "".join(_finding(report, pair) for pair in report.pairs),
+        "findings": _findings(report),
         "outcome": _outcome(runs),
         "differences": _differences(report),
         "timelines": _timelines(runs),
         "extra": "".join(
-            f'<h2>{escape(head)}</h2><div class="card"><pre>{escape(text)}</pre></div>' for head, text in report.extra
+            f'<h2>{escape(head)}</h2><div class="card">{shown_text(text)}</div>' for head, text in report.extra
         ),
         "footer": f"made {utc_now()} by recipes/compare.py; it opens without a network",
         "css": (ASSETS / "page.css").read_text(),
-        "js": (ASSETS / "page.js").read_text(),
+        "js": "\n".join((ASSETS / name).read_text() for name in ("numbers.js", "page.js")),
         "data": _script_json(_data(report)),
     }
     pieces = (ASSETS / "page.html").read_text().split("@")
@@ -77,9 +72,20 @@ def write_page(report: Report, path: Path) -> None:
     path.write_text(text)
 
 
+def _card(inside: str) -> str:
+    return f'<div class="card">{inside}</div>'
+
+
 def _script_json(value: Any) -> str:
     """As a script element may hold it: no text of a run closes the element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _findings(report: Report) -> str:
+    found = [_finding(report, pair) for pair in report.pairs]
+    rest = "".join(found[MOST_FINDINGS:])
+    more = f"<details><summary>{len(found) - MOST_FINDINGS} more</summary>{rest}</details>" if rest else ""
+    return "".join(found[:MOST_FINDINGS]) + more
 
 
 def _finding(report: Report, pair: Pair) -> str:
@@ -102,7 +108,7 @@ def _outcome(runs: Sequence[Run]) -> str:
     rows = []
     for line in lines(found):
         cells = "".join(
-            f'<td class="value">{_word(text) if line.label == "outcome" else escape(text)}{_ratio(ratio)}</td>'
+            f'<td class="value">{_word(text) if line.label == "outcome" else _number(text)}{_ratio(ratio)}</td>'
             for text, ratio in zip(line.texts, line.ratios, strict=True)
         )
         rows.append(f"<tr><th>{escape(line.label)}</th>{cells}</tr>")
@@ -118,11 +124,22 @@ def _outcome(runs: Sequence[Run]) -> str:
 def _table(names: Sequence[str], rows: Sequence[str], *, colored: bool = False) -> str:
     """colored: the columns behind the first are runs."""
     heads = [
-        f'<th><span class="swatch" style="background:var(--run{(place - 1) % 8});margin-right:7px;'
-        f'vertical-align:middle"></span>{escape(name)}</th>' if colored and place else f"<th>{escape(name)}</th>"
+        f'<th class="run" title="{escape(name)}">{_swatch(place - 1)}{escape(name)}</th>'
+        if colored and place else f"<th>{escape(name)}</th>"
         for place, name in enumerate(names)
     ]  # fmt: skip
     return f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _swatch(run: int) -> str:
+    """As page.js draws a run's line: eight colors, then the same dashed."""
+    dashed = f" dash{run // 8 % 4}" if run >= 8 else ""
+    return f'<span class="swatch{dashed}" style="color:var(--run{run % 8})"></span>'
+
+
+def _number(text: str) -> str:
+    """A number stays on a line with its unit."""
+    return escape(text.replace(" ", "\u00a0") if text[:1].isdigit() else text)
 
 
 def _word(ending: str) -> str:
@@ -142,6 +159,8 @@ def _differences(report: Report) -> str:
     if len(runs) > 1:
         settings = [one for one in found if one.kind == "setting"]
         parts.append(_difference_table(runs, settings) if settings else '<div class="card">No setting differs.</div>')
+        unknown = unknown_groups([run.last for run in runs], [run.name for run in runs])
+        parts += [f'<p class="soft">{escape(line)}</p>' for line in unknown]
         for kind, head in (("derived", "what follows from them"), ("label", "only labels, paths and what is watched")):
             others = [one for one in found if one.kind == kind]
             if others:

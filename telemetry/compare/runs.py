@@ -6,7 +6,6 @@ killed run left half written, is read as far as it goes, and `notes` says what c
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from telemetry.compare.attempts import placed
+from telemetry.compare.files import config_of, identity_of, json_lines, json_object, numbers, plan_of
 from telemetry.compare.wandb_runs import is_wandb, wandb_parts
 
 Row = dict[str, Any]
@@ -68,8 +69,9 @@ class Run:
     @cached_property
     def ranks(self) -> dict[int, Row]:
         """The rows of ranks.jsonl by step; read when they are asked for, as they are many."""
-        rows = _lines(self.folder / "ranks.jsonl", [])
-        return {row["step"]: row for row in rows if row.get("step") in self.steps}
+        rows = json_lines(self.folder / "ranks.jsonl", [])
+        whole = [row for row in rows if isinstance(row.get("step"), int) and isinstance(row.get("ranks"), list)]
+        return {row["step"]: row for row in whole if row["step"] in self.steps}
 
     @property
     def tokens_per_step(self) -> list[int]:
@@ -92,10 +94,16 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     """All of them, under names that tell them apart. Raises RunError."""
     runs = [load_run(path) for path in paths]
     names = [run.name for run in runs]
+    folders = [f"{run.name} ({_short(run.folder)})" if names.count(run.name) > 1 else run.name for run in runs]
     return [
-        replace(run, name=f"{run.name} ({names[: place + 1].count(run.name)})") if names.count(run.name) > 1 else run
-        for place, run in enumerate(runs)
+        replace(run, name=f"{name} ({folders[: place + 1].count(name)})" if folders.count(name) > 1 else name)
+        for place, (run, name) in enumerate(zip(runs, folders, strict=True))
     ]
+
+
+def _short(folder: Path) -> str:
+    """Its last two names: a copy of a run has its id."""
+    return "/".join(folder.resolve().parts[-2:])
 
 
 def load_run(path: Path) -> Run:
@@ -115,8 +123,8 @@ def load_run(path: Path) -> Run:
 
 def _folder_run(folder: Path) -> Run:
     notes: list[str] = []
-    rows, events = _lines(folder / "metrics.jsonl", notes), _lines(folder / "timeline.jsonl", notes)
-    steps, evaluations = counted(rows)
+    rows, events = json_lines(folder / "metrics.jsonl", notes), placed(json_lines(folder / "timeline.jsonl", notes))
+    steps, evaluations = counted(numbers(rows, notes))
     if not steps:
         notes.append("no step was recorded")
     starts = _starts(folder, events, notes)
@@ -124,15 +132,15 @@ def _folder_run(folder: Path) -> Run:
     return Run(
         name=str(starts[0].identity.get("id") or folder.resolve().name), folder=folder, starts=starts, steps=steps,
         evaluations=evaluations, events=events,
-        prediction=_json(folder / "prediction.json", notes), ending=ending, error=error, notes=notes,
+        prediction=json_object(folder / "prediction.json", notes), ending=ending, error=error, notes=notes,
     )  # fmt: skip
 
 
 def _wandb_run(path: Path) -> Run:
     parts = wandb_parts(path)
-    steps, evaluations = counted(parts.rows)
     notes = [*parts.notes, "read from wandb's files, which hold no timeline and no ranks"]
-    start = Start(1, 0, parts.identity, parts.config, {}, {})
+    steps, evaluations = counted(numbers(parts.rows, notes))
+    start = Start(1, 0, identity_of(parts.identity, notes), config_of(parts.config, notes), {}, {})
     return Run(
         name=parts.name, folder=path, starts=[start], steps=steps, evaluations=evaluations, ending=parts.ending,
         notes=notes if steps else [*notes, "no step was recorded"],
@@ -175,22 +183,21 @@ def _starts(folder: Path, events: Sequence[Row], notes: list[str]) -> list[Start
     first_steps = dict(_first_steps(events))
     found = []
     for path in files:
-        kept = _json(path, notes)
+        kept = json_object(path, notes)
         if kept is None:
             continue
         patch, number = path.with_suffix(".patch"), int(path.stem)
-        found.append(
-            Start(
-                number, first_steps.get(number, 0), kept.get("identity", {}), kept.get("config", {}),
-                kept.get("plan", {}), kept.get("deepspeed") or {}, patch.read_text() if patch.exists() else None,
-            )
-        )  # fmt: skip
+        identity, config = identity_of(kept.get("identity"), notes), config_of(kept.get("config"), notes)
+        plan, deepspeed = plan_of(kept.get("plan"), notes), kept.get("deepspeed") or {}
+        text = patch.read_text(errors="replace") if patch.exists() else None
+        found.append(Start(number, first_steps.get(number, 0), identity, config, plan, deepspeed, text))
     if found:
         return found
     names = ("run.json", "config.json", "plan.json", "deepspeed.json")
-    identity, config, plan, deepspeed = (_json(folder / name, notes) or {} for name in names)
+    identity, config, plan, deepspeed = (json_object(folder / name, notes) or {} for name in names)
     again = [event for event in events if event.get("event") == "start"]
-    return [Start(1, 0, identity | (again[-1] if len(again) > 1 else {}), config, plan, deepspeed)]
+    identity |= again[-1] if len(again) > 1 else {}
+    return [Start(1, 0, identity_of(identity, notes), config_of(config, notes), plan, deepspeed)]
 
 
 def _first_steps(events: Sequence[Row]) -> Iterator[tuple[int, int]]:
@@ -199,7 +206,6 @@ def _first_steps(events: Sequence[Row]) -> Iterator[tuple[int, int]]:
     for event in events:
         if event.get("event") == "start":
             number = event.get("start", number + 1)
-        elif event.get("event") == "resume":
             yield number, event["step"]
 
 
@@ -207,7 +213,7 @@ def _ending(folder: Path, events: Sequence[Row]) -> tuple[str, str | None]:
     """How it ended, and the error in one line."""
     for name, word in ENDINGS.items():
         if (folder / name).exists():
-            kept = _json(folder / name, []) or {}
+            kept = json_object(folder / name, []) or {}
             error = str(kept["error"]).strip().splitlines()[-1] if kept.get("error") else None
             return (error, None) if error in ("interrupted", "terminated") else (word, error)
     last = events[-1] if events else {}
@@ -225,39 +231,15 @@ def _is_held(folder: Path) -> bool:
     words = lock.read_text().split() if lock.exists() else []
     if len(words) < 4 or words[3] != socket.gethostname() or not words[1].isdigit():
         return False
-    return Path(f"/proc/{words[1]}").exists() or (not Path("/proc").exists() and _lives(int(words[1])))
+    return lives(int(words[1]))
 
 
-def _lives(process: int) -> bool:
+def lives(process: int) -> bool:
+    """A process of this machine, whoever's it is."""
+    if Path("/proc").exists():
+        return Path(f"/proc/{process}").exists()
     try:
         os.kill(process, 0)
     except OSError:
         return False
     return True
-
-
-def _lines(path: Path, notes: list[str]) -> list[Row]:
-    """The rows of a .jsonl file; a torn line (a killed run's last) is noted and left out."""
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError:
-            row = None
-            notes.append(f"{path.name}:{number} is torn and left out")
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def _json(path: Path, notes: list[str]) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        notes.append(f"{path.name} is not JSON and left out")
-        return None
-    return found if isinstance(found, dict) else None

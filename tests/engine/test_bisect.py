@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -244,3 +245,19 @@ def test_code_is_played_at_its_commit_with_its_patch_and_no_worktree_is_left(rep
     assert not root.exists()
     assert len(git(repository, "worktree", "list").splitlines()) == 1
     assert git(repository, "status", "--porcelain") == ""
+
+
+def test_the_worktree_of_a_killed_replay_is_removed_by_the_next_and_a_living_ones_stays(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = git(repository, "rev-parse", "HEAD~1")
+    roots = {}
+    for name, process in (("killed", 2**22 + 1), ("lives", os.getppid())):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda process=process: process)
+            play = Player(tmp_path / name, repository=repository)
+            play.folder.mkdir()
+            roots[name] = play._root(Code(commit, None))
+    with Player(tmp_path / "next", repository=repository):
+        assert [roots[name].exists() for name in ("killed", "lives")] == [False, True]
+        assert len(git(repository, "worktree", "list").splitlines()) == 2

@@ -101,3 +101,19 @@ def event(step: int, name: str, *, second: int = 0, **details: Any) -> dict[str,
     """`second`: after the start of the run."""
     time = f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}Z"
     return {"time": time, "event": name, "step": step, **details}
+
+
+def bad_run(folder: Path, **named: object) -> Path:
+    """Parts at step 23, where its samples make a spike that an alert saw; rank 1 of stage 0 computes slowly from 20."""
+    rows = [step_row(step, train__loss=loss_at(step) * (1.5 if step >= 23 else 1)) for step in range(1, 41)]
+    events = [
+        event(20, "checkpoint", second=10, bytes=10**6, checksum="ab"),
+        event(23, "bad step", second=12, what="spike", samples=[176, 184]),
+        event(24, "alert raised", second=13, alert="loss_spike", slice="stage 1", mitigation="lower train.lr"),
+        event(20, "rollback", second=14, bad_step=23), event(26, "alert cleared", second=20, alert="loss_spike"),
+    ]  # fmt: skip
+    write_run(folder, rows=rows, events=events, **named)
+    ranks = [{"rank": rank, "host": "ab"[rank], "pp": 0, "compute_s": 1.0 + rank} for rank in range(2)]
+    ranks.append({"rank": 2, "host": "a", "pp": 0, "compute_s": 1.0})
+    write_lines(folder / "ranks.jsonl", [{"step": 30, "time": "2026-01-01T00:00:30Z", "ranks": ranks}])
+    return folder

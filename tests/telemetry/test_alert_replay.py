@@ -177,6 +177,25 @@ def test_other_rules_can_be_replayed_and_nothing_is_written(tmp_path: Path) -> N
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_why_a_rule_judged_nothing_is_told_truly(tmp_path: Path) -> None:
+    """Four losses of the five that half a window of ten needs; each rank alone in its stage; a metric of no row."""
+    common: dict[str, Any] = {"owner": "me", "mitigation": "do"}
+    recent = NormalRange(max=2.0, relative_to=AlertReference.recent, window=10)
+    peers = NormalRange(max=2.0, relative_to=AlertReference.peers)
+    run = Recorded(tmp_path, {
+        "recent": AlertRule("train/loss", normal=recent, **common),
+        "peers": AlertRule("compute_s", slice=AlertSlice.rank, normal=peers, **common),
+        "absent": AlertRule("train/mfu", normal=NormalRange(min=0.1), **common),
+    })  # fmt: skip
+    run.start()
+    for step in range(1, 5):
+        run.write({"step": step, "train/loss": 1.0}, ranks(1.0, 1.0))
+    notes = {line.split()[0]: line.partition("silent: ")[2] for line in replay_text(tmp_path).splitlines() if line}
+    assert notes["recent"] == "4 of the 5 observations that its median needs"
+    assert notes["peers"] == "no rank has peers in its stage"
+    assert notes["absent"] == "the run has no such number"
+
+
 def test_the_rules_in_config_json_are_those_of_the_run(tmp_path: Path) -> None:
     Recorded(tmp_path, shipped()).start()
     assert rules_of(tmp_path) == shipped()

@@ -31,7 +31,8 @@ FP32 = Tolerance((1e-5, 0.0), (1e-5, 0.0))
 
 def run_of(rows: list[dict], **config: object) -> Run:
     """Without a folder: of rows alone."""
-    return Run("r", Path("r"), [Start(1, 0, {}, plain_config(**config), {}, {})], {r["step"]: r for r in rows}, {})
+    start = Start(1, 0, {}, plain_config(**config), {}, {})
+    return Run("r", Path("r"), [start], {r["step"]: r for r in rows}, {}, ending="complete")
 
 
 def test_outcome_is_of_medians_without_the_first_steps_and_of_the_largest_rank(tmp_path: Path) -> None:
@@ -92,15 +93,16 @@ def test_differences_are_key_by_key_and_group_by_group(tmp_path: Path) -> None:
         ("config", "train.lr"): [3e-4, 2e-3],
         ("plan", "parallel.tp"): [1, 2],
         ("data", "data.sequence_length"): [256, 128],
-        ("data", "corpus_fingerprint"): ["corpus-1", "corpus-2"],
         ("code", "git_commit"): [COMMIT, "f" * 40 + "+changes"],
         ("code", "patch"): [None, "diff --git a/engine/loss.py b/engine/loss.py\n-x\n+y\n"],
         ("packages", "torch"): ["2.13.0", "2.14"],
-        ("hosts", "hosts"): ["a x2", "a x1, b x1"],
+        ("hosts", "hosts"): ["a", "a, b"],
     }
-    assert [one.key for one in found if one.kind == "derived"] == ["plan.tensor_model_parallel_size"]
+    assert [one.key for one in found if one.kind == "derived"] == [
+        "plan.tensor_model_parallel_size", "corpus_fingerprint", "ranks of each host"
+    ]  # fmt: skip
     assert {one.key for one in found if one.kind == "label"} == {"run.id", "data.num_workers", "id"}
-    text = differences.text(found, ["a", "b"])
+    text = differences.text(found, [load_run(first), load_run(second)])
     assert "2 changed lines in engine/loss.py" in text and "run.id" not in text
     assert [line.rstrip(":") for line in text.splitlines() if line.endswith(":")] == [
         "config", "plan", "data", "code", "packages", "hosts"
@@ -120,6 +122,25 @@ def test_a_part_that_one_record_lacks_differs_in_nothing(tmp_path: Path) -> None
     run = load_run(write_run(tmp_path / "a"))
     poor = replace(run, starts=[replace(run.last, identity={"id": "a"}, plan={}, deepspeed={})])
     assert differences.differences([run, poor]) == []
+    told = differences.text([], [run, replace(poor, name="w")])
+    assert told == "nothing differs, of what both kept\nnot compared: plan, data, code, packages, hosts: not known of w"
+    assert differences.text([], [run, run]) == "nothing differs"
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"seed": 7}, ["seed"]),
+        ({"data__sequence_length": 64}, ["data.sequence_length"]),
+        ({"train__lr": 1.0}, ["train.lr", "corpus_fingerprint"]),  # nothing chosen explains another corpus: other text
+    ],
+)
+def test_a_corpus_ordered_by_another_seed_is_not_another_text(changes: dict, keys: list, tmp_path: Path) -> None:
+    first = load_run(write_run(tmp_path / "a"))
+    who = {"corpus_fingerprint": "corpus-2", "hosts": ["a"]}  # and a rank less on the same host
+    second = load_run(write_run(tmp_path / "b", config=plain_config(**changes), identity=who))
+    found = differences.differences([first, second])
+    assert [one.key for one in found if one.kind == "setting"] == keys
 
 
 def test_what_a_later_start_changed_is_told(tmp_path: Path) -> None:
@@ -154,6 +175,7 @@ def test_a_value_that_is_not_finite_in_one_run_parts_and_in_both_agrees(value: f
     good = [step_row(step) for step in (1, 2, 3)]
     bad = [step_row(step, train__loss=value) if step == 2 else step_row(step) for step in (1, 2, 3)]
     assert divergence(run_of(good), run_of(bad), FP32).place == 2
+    assert "only one is a finite number" in describe(divergence(run_of(good), run_of(bad), FP32), ["a", "b"])
     assert divergence(run_of(bad), run_of(bad), FP32).place is None
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from recipes.compare import main
+from recipes import compare
+from recipes.compare import folder_name, main
 from telemetry.compare.curves import CHARTS, points, thinned
-from telemetry.compare.divergence import divergence, tolerance_of
-from telemetry.compare.incident import incident
+from telemetry.compare.markdown import shown_text
 from telemetry.compare.runs import load_run
-from tests.telemetry.run_folders import event, loss_at, plain_config, step_row, write_lines, write_run
+from tests.telemetry.run_folders import bad_run, loss_at, step_row, write_run
 
 EVIL = "</script><script>alert(1)</script>"
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,22 +46,6 @@ class Tags(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "script":
             self.texts[self.named or "code"] = data
-
-
-def bad_run(folder: Path, **named: object) -> Path:
-    """Parts at step 23, where its samples make a spike that an alert saw; rank 1 of stage 0 computes slowly from 20."""
-    rows = [step_row(step, train__loss=loss_at(step) * (1.5 if step >= 23 else 1)) for step in range(1, 41)]
-    events = [
-        event(20, "checkpoint", second=10, bytes=10**6, checksum="ab"),
-        event(23, "bad step", second=12, what="spike", samples=[176, 184]),
-        event(24, "alert raised", second=13, alert="loss_spike", slice="stage 1", mitigation="lower train.lr"),
-        event(20, "rollback", second=14, bad_step=23), event(26, "alert cleared", second=20, alert="loss_spike"),
-    ]  # fmt: skip
-    write_run(folder, rows=rows, events=events, **named)
-    ranks = [{"rank": rank, "host": "ab"[rank], "pp": 0, "compute_s": 1.0 + rank} for rank in range(2)]
-    ranks.append({"rank": 2, "host": "a", "pp": 0, "compute_s": 1.0})
-    write_lines(folder / "ranks.jsonl", [{"step": 30, "time": "2026-01-01T00:00:30Z", "ranks": ranks}])
-    return folder
 
 
 def test_the_page_is_whole_opens_offline_and_shows_no_text_as_markup(tmp_path: Path) -> None:
@@ -108,6 +95,74 @@ def test_the_recipe_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         assert error.startswith("error: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--rules", "r.yaml"], "--rules is for --alerts"),
+        (["--bisect-from", "3"], "--bisect-from is for --bisect"),
+        (["--gate", "RUN", "--bisect"], "--gate stands alone; leave out --bisect"),
+        (["--gate", "RUN", "--incident"], "--gate stands alone; leave out --incident"),
+        (["--alerts", "--incident", "--bisect"], "--alerts stands alone; leave out --bisect and --incident"),
+        (["--alerts", "--rules", "nowhere.yaml"], "--rules nowhere.yaml: there is no such file"),
+    ],
+)
+def test_an_option_that_would_be_passed_over_is_refused(
+    words: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(write_run(tmp_path / "a"))
+    assert main([run, *(run if word == "RUN" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {line}") and error.count("\n") == 1
+
+
+def test_alert_rules_are_not_evaluated_over_wandbs_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run-r1.wandb").write_text("")
+    assert main(["--alerts", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "holds wandb's files" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_by_the_way_out(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is open is closed, once: a second signal does not break that off."""
+    closed, before = [], signal.getsignal(number)
+
+    def play(asked: object) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        finally:
+            os.kill(os.getpid(), number)
+            closed.append(True)
+        return 0
+
+    monkeypatch.setattr(compare, "run", play)
+    assert main([str(tmp_path)]) == 128 + number
+    assert closed == [True] and signal.getsignal(number) == before
+
+
+def test_a_record_is_shown_with_its_tables_and_no_text_of_a_run_as_markup() -> None:
+    text = f"# Incident: a\n\n## Signs\n- `x` **b** {EVIL}\n\n| | good |\n|---|---|\n| key | a\\|b |\n"
+    shown = shown_text(text)
+    assert "<h3>Signs</h3><ul><li><code>x</code> <b>b</b> &lt;/script&gt;" in shown
+    assert "<td class=value>a|b</td>" in shown and "<script" not in shown and "|---" not in shown
+    assert shown_text("replayed | <b>") == "<pre>replayed | &lt;b&gt;</pre>"
+
+
+def test_more_runs_than_colors_are_told_apart_by_dashes_and_only_some_findings_are_open(tmp_path: Path) -> None:
+    paths = [str(write_run(tmp_path / f"r{n}", rows=[step_row(1), step_row(2)])) for n in range(10)]
+    assert main([*paths, "--out", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert text.count('class="swatch dash1"') == 2 and "<summary>5 more</summary>" in text
+
+
+def test_a_folders_name_has_no_separator_and_copies_are_told_apart() -> None:
+    assert folder_name(["a (x/a)", "a (y/a)"]) == "a__x_a+a__y_a"
+    assert "/" not in folder_name(["../b/c" * 60, "b"]) and len(folder_name(["b" * 300, "c"])) < 255
+
+
 def test_the_gate_is_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = str(write_run(tmp_path / "a")), str(bad_run(tmp_path / "b"))
     assert main([good, "--gate", good]) == 0
@@ -139,42 +194,3 @@ def test_points_are_in_the_charts_unit_and_gaps_where_nothing_is_finite(tmp_path
     run = load_run(write_run(tmp_path / "a", rows=rows))
     chart = next(chart for chart in CHARTS if chart.key == "utilisation")
     assert [one["y"] for one in points(run, chart, "train/mfu")] == [50.0, None]
-
-
-def test_the_incident_record_is_filled_from_the_two_timelines(tmp_path: Path) -> None:
-    good = load_run(write_run(tmp_path / "good"))
-    bad = load_run(bad_run(tmp_path / "bad", config=plain_config(train__lr=0.1), identity={"git_commit": "f" * 40}))
-    found = divergence(good, bad, tolerance_of([good, bad]))
-    text = incident(good, bad, found)
-    sections = dict(part.split("\n", 1) for part in text.split("## ")[1:])
-    assert "step 23: bad step: what spike" in sections["Earliest known bad"]
-    assert "time: 2026-01-01T00:00:12Z" in sections["Earliest known bad"]
-    assert "until step 22 it agrees with good" in sections["Last known good"]
-    for row in (f"| git_commit | 0123456789abcdef0123456789abcdef01234567 | {'f' * 40} |",
-                "| **train.lr** (config) | 0.0003 | 0.1 |"):  # fmt: skip
-        assert row in sections["Identities on either side"]
-    slices = sections["Smallest affected slice"]
-    assert "stage 1 (alert loss_spike" in slices and "samples 176 to 183" in slices
-    assert "rank 1 on host b: computes 2.00 x as long" in slices
-    assert f"good at step 23: loss {loss_at(23):.6g}" in sections["Known-good counterexample"]
-    mitigates = sections["What mitigates"]
-    assert "lower train.lr" in mitigates and "done: `2026-01-01T00:00:14Z" in mitigates
-    assert "not confirmed" in sections["Cause"]
-    assert "confirmed: config" in incident(good, bad, found, confirmed="config: train.lr")
-
-
-def test_an_incident_between_two_starts_of_one_run_names_what_the_second_changed(tmp_path: Path) -> None:
-    folder = bad_run(tmp_path / "bad")
-    first = json.loads((folder / "starts" / "1.json").read_text())
-    first["config"]["train"]["lr"] = 0.5
-    (folder / "starts" / "2.json").write_text(json.dumps(first))
-    lines = (folder / "timeline.jsonl").read_text().splitlines(keepends=True)
-    again = [event(0, "start", second=11, start=2), event(22, "resume", second=11)]
-    lines[2:2] = [json.dumps(one) + "\n" for one in again]
-    (folder / "timeline.jsonl").write_text("".join(lines))
-    text = incident(None, load_run(folder), None)
-    assert "Start 1 of bad was good, start 2 is bad:" in text and "| **train.lr** (config) | 0.0003 | 0.5 |" in text
-
-
-def test_without_trouble_there_is_no_incident(tmp_path: Path) -> None:
-    assert "No sign of trouble" in incident(None, load_run(write_run(tmp_path / "a")), None)

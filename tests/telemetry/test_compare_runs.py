@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from conf.schema import WandbConfig
+from recipes.compare import main
+from telemetry.compare.differences import changes_text
 from telemetry.compare.runs import RunError, load_run, load_runs
 from telemetry.report import EvaluationReport
 from telemetry.sinks import Sinks
@@ -71,6 +73,7 @@ def test_each_start_is_known_with_the_steps_it_trained(tmp_path: Path) -> None:
     run = load_run(folder)
     assert [(run.start_at(step).number, run.start_at(step).patch) for step in (10, 11)] == [(1, None), (2, "diff")]
     assert run.last.config["train"]["lr"] == 0.5
+    assert changes_text(run) == ["a: start 2 changed, from step 10 on: train.lr 0.0003 -> 0.5, patch none -> diff"]
 
 
 def test_a_folder_of_an_older_version_without_starts_is_read(tmp_path: Path) -> None:
@@ -108,7 +111,8 @@ def test_paths_that_are_no_run_are_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a"), write_run(tmp_path / "b")]
-    assert [run.name for run in load_runs(paths)] == ["a (1)", "a (2)", "b"]
+    assert [run.name for run in load_runs(paths)] == ["a (x/a)", "a (y/a)", "b"]
+    assert [run.name for run in load_runs([paths[0], paths[0]])] == ["a (x/a) (1)", "a (x/a) (2)"]
 
 
 def test_wandbs_offline_files_hold_the_same_curve_and_config(tmp_path: Path) -> None:
@@ -149,3 +153,44 @@ def test_rows_that_are_not_of_steps_are_passed_over(tmp_path: Path) -> None:
     write_lines(folder / "ranks.jsonl", [{"step": 2, "ranks": []}, {"step": 9, "ranks": []}])
     run = load_run(folder)
     assert (list(run.steps), list(run.ranks)) == ([1, 2], [2])
+
+
+@pytest.mark.parametrize("value", [None, "NaN", [1.0], {}])
+def test_what_is_no_number_in_a_row_is_noted_and_left_out(value: object, tmp_path: Path) -> None:
+    rows = [step_row(1), step_row(2, train__loss=value), step_row(3, train__grad_norm=value, tokens=value), step_row(4)]
+    run = load_run(write_run(tmp_path / "a", rows=rows))
+    assert list(run.steps) == [1, 3, 4] and "train/grad_norm" not in run.steps[3]
+    assert set(run.notes) == {
+        f"{name} is no number in 1 rows and left out there" for name in ("train/loss", "tokens", "train/grad_norm")
+    }
+
+
+def test_a_file_of_garbage_gives_one_note_with_a_count(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    (folder / "timeline.jsonl").write_bytes(b"\xff\x00\n3\n" * 50 + b'{"event": "end", "step": null}\n')
+    run = load_run(folder)
+    assert run.notes == ["timeline.jsonl: 100 lines are no rows and left out, the first is line 1"]
+    assert [event["step"] for event in run.events] == [0]
+
+
+@pytest.mark.parametrize("name", ["config.json", "run.json", "plan.json", "starts/1.json", "prediction.json"])
+@pytest.mark.parametrize("text", ["[]", '{"train": 3, "model": [], "identity": 1, "config": 2, "plan": 3}'])
+def test_records_of_another_kind_are_left_out_without_a_traceback(name: str, text: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    if not name.startswith("starts"):
+        (folder / "starts" / "1.json").unlink()
+    (folder / name).write_text(text)
+    assert main([str(folder), str(write_run(tmp_path / "b")), "--incident", "--out", str(tmp_path / "r.html")]) == 0
+    assert main([str(folder), "--gate", str(folder)]) in (0, 1)
+
+
+def test_a_group_of_the_config_that_is_none_is_noted(tmp_path: Path) -> None:
+    config = plain_config() | {"train": 3, "precision": "fp32"}
+    config["model"]["num_layers"] = "many"
+    assert load_run(write_run(tmp_path / "a", config=config, identity={"hosts": "a", "packages": []})).notes == [
+        "identity: hosts is of another kind and left out",
+        "identity: packages is of another kind and left out",
+        "config: precision is no group of knobs and left out",
+        "config: train is no group of knobs and left out",
+        "config: model.num_layers=many is no number and left out",
+    ]

@@ -1,10 +1,11 @@
 // Draws the curves and timelines of the page from the JSON beside it, as SVG. No library, no network.
-"use strict";
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const state = { axis: "step", smooth: false, hidden: new Set(), zoom: null, hover: null };
 for (const chart of DATA.charts) chart.log = chart.logarithmic;
 const SVG = document.getElementById("seed").namespaceURI;
 const color = (run) => `var(--run${run % 8})`;
+const dash = (run) => ["", "7 4", "2 3", "8 3 2 3"][Math.floor(run / 8) % 4];  // of more runs than colors
+const swatch = (run, parent) => element("span", { class: `swatch${run < 8 ? "" : ` dash${Math.floor(run / 8) % 4}`}`, style: `color:${color(run)}` }, parent);
 
 function node(name, attributes = {}, parent = null, text = null) {
   const made = document.createElementNS(SVG, name);
@@ -19,34 +20,6 @@ function element(name, attributes = {}, parent = null, text = null) {
   if (text !== null) made.textContent = text;
   if (parent) parent.appendChild(made);
   return made;
-}
-
-// ---- numbers
-function short(value) {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e15) return value.toExponential(2).replace("+", "");
-  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "k"]])
-    if (size >= unit) return trim((value / (letter === "k" ? 1e3 : unit)).toPrecision(4)) + letter;
-  if (size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return trim(value.toPrecision(5));
-}
-const trim = (text) => (text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text);
-
-function ticks(low, high, count) {
-  const span = high - low || Math.abs(high) || 1;
-  const raw = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((one) => one * power >= raw * 0.999) * power;
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++) found.push(at * step);
-  return found;
-}
-function logTicks(low, high) {
-  const found = [], first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
-  const every = Math.max(1, Math.ceil((last - first) / 6)), inner = last - first <= 2 ? [1, 2, 5] : [1];
-  for (let power = first; power <= last; power += every)
-    for (const one of inner) if (one * 10 ** power >= low * 0.999 && one * 10 ** power <= high * 1.001) found.push(one * 10 ** power);
-  return found.length >= 2 ? found : [low, high];
 }
 
 // ---- curves
@@ -107,13 +80,16 @@ function draw(chart) {
     if (smooth) curve(plot, series, series.y, chart, "curve raw");
     curve(plot, series, smooth ? smoothed(series.y) : series.y, chart, "curve");
   }
+  const told = new Map();  // labels at one place, below each other
   for (const mark of chart.marked ? DATA.marks : []) {
     if (state.hidden.has(mark.run) || mark.x[state.axis] === null) continue;
     const at = X(mark.x[state.axis]);
     if (at < margin.left || at > width - margin.right) continue;
     node("line", { class: "mark", x1: at, x2: at, y1: margin.top, y2: height - margin.bottom }, svg);
-    const late = at > width - 120;
-    node("text", { class: "marked over", x: at + (late ? -5 : 5), y: margin.top + 8, "text-anchor": late ? "end" : "start" }, svg, mark.label);
+    const late = at > width - 120, row = told.get(mark.x[state.axis]) || 0;
+    told.set(mark.x[state.axis], row + 1);
+    if (row > 3) continue;
+    node("text", { class: "marked over", x: at + (late ? -5 : 5), y: margin.top + 8 + 13 * row, "text-anchor": late ? "end" : "start" }, svg, row < 3 ? mark.label : "and others");
   }
   chart.cross = node("g", {}, svg);
 }
@@ -128,7 +104,7 @@ function curve(parent, series, values, chart, kind) {
     pen = "L";
     dots.push([X(x), Y(value)]);
   });
-  node("path", { class: kind, d: path, style: `stroke:${color(series.run)}` }, parent);
+  node("path", { class: kind, d: path, style: `stroke:${color(series.run)};stroke-dasharray:${dash(series.run) || "none"}` }, parent);
   if (dots.length <= 40 && kind === "curve") for (const [cx, cy] of dots) node("circle", { cx, cy, r: 2.6, style: `fill:${color(series.run)}` }, parent);
 }
 
@@ -147,7 +123,9 @@ function hideTip() { tip.style.display = "none"; cross(null); }
 function nearest(series, x) {
   let best = -1, least = Infinity;
   xs(series).forEach((value, place) => { if (value !== null && Math.abs(value - x) < least) { least = Math.abs(value - x); best = place; } });
-  return best;
+  const seen = xs(series).filter((value) => value !== null);  // a run that has ended says nothing of what comes after
+  const gap = (seen[seen.length - 1] - seen[0]) / Math.max(1, seen.length - 1);
+  return best >= 0 && least <= Math.max(gap, 1e-9 * Math.abs(x)) ? best : -1;
 }
 function cross(x) {
   for (const chart of DATA.charts) {
@@ -185,7 +163,7 @@ function follow(chart) {
         const place = nearest(series, x);
         if (place < 0) continue;
         const row = element("div", { class: "one" }, box);
-        element("span", { class: "swatch", style: `background:${color(series.run)}` }, row);
+        swatch(series.run, row);
         const where = state.axis === "step" ? "" : ` (step ${series.x.step[place]})`;
         element("span", {}, row, DATA.runs[series.run] + where);
         const value = series.y[place];
@@ -258,7 +236,7 @@ function build() {
   const legend = document.querySelector(".legend");
   DATA.runs.forEach((name, run) => {
     const button = element("button", { "aria-pressed": "true", title: "show or hide" }, legend);
-    element("span", { class: "swatch", style: `background:${color(run)}` }, button);
+    swatch(run, button);
     element("span", {}, button, name);
     button.addEventListener("click", () => {
       state.hidden.has(run) ? state.hidden.delete(run) : state.hidden.add(run);
@@ -272,6 +250,7 @@ function build() {
     const button = element("button", { "aria-pressed": String(axis === state.axis) }, axes, axis === "flops" ? "FLOPs" : axis);
     button.addEventListener("click", () => {
       state.axis = axis;
+      hideTip();
       state.zoom = null;
       for (const other of axes.querySelectorAll("button")) pressed(other, other === button);
       render();
@@ -294,6 +273,14 @@ function build() {
   root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   theme.addEventListener("click", () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; });
   addEventListener("resize", render);
+  let before = null;  // paper is light, narrow, and opens nothing
+  addEventListener("beforeprint", () => {
+    before = { theme: root.dataset.theme, closed: [...document.querySelectorAll("details:not([open])")] };
+    root.dataset.theme = "light";
+    for (const one of before.closed) one.open = true;
+    render();
+  });
+  addEventListener("afterprint", () => { root.dataset.theme = before.theme; for (const one of before.closed) one.open = false; render(); });
   render();
 }
 build();
