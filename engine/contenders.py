@@ -43,7 +43,7 @@ def ours(config: Config, plan: ParallelPlan) -> Step:
 def with_telemetry(config: Config, plan: ParallelPlan) -> Step:
     """The same inside the meters of recipes/pretrain.py: every step clocked, all ranks heard in each."""
     trainer, session = _opened(config, plan)
-    first: Any = SimpleNamespace(count=LAST + 1, times=None, watch=lambda trainer: nullcontext())
+    first: Any = SimpleNamespace(count=LAST + 1, watch=lambda trainer: nullcontext())
     meters = Meters(session, first, interval=1, memory_before=0, ledger=())
     steps = count(1)
 

@@ -23,6 +23,7 @@ from conf.schema import Config
 from engine.checkpoint_folder import checkpoint_path
 from parallel.promotion import Failure, loss_bounds, memory_failures, parity_failures, time_failures
 from parallel.rungs import Rung
+from telemetry import jsonl
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCAL = ROOT / "launch" / "local.sh"
@@ -89,9 +90,8 @@ class Result:
 
 def read_run(folder: Path) -> Observed:
     """Losses of a step that was trained twice: the later."""
-    metrics, prediction, failed = (folder / name for name in ("metrics.jsonl", "prediction.json", "failed.json"))
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    rows = [row for row in map(json.loads, filter(lambda line: line.endswith("}"), lines)) if "train/loss" in row]
+    prediction, failed = folder / "prediction.json", folder / "failed.json"
+    rows = [row for row in jsonl.rows(folder / "metrics.jsonl") if "train/loss" in row]
     rates = sorted(row["train/mfu_of_measured_rate"] for row in rows)
     return Observed(
         folder=str(folder),

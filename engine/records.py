@@ -24,13 +24,14 @@ from engine.profile_window import ProfileWindow
 from engine.session import DTYPES, Rates, Session, announce
 from parallel.hardware import peak_flops
 from parallel.sizes import parameter_count
+from telemetry import jsonl
 from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
 from telemetry.redact import redacted
 from telemetry.report import EvaluationReport, StepReport, as_metrics
 from telemetry.run_folder import identity, write_json, write_start
 from telemetry.schedule_plot import plot_timeline
-from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows, read_rows
+from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
 from telemetry.tensorboard_sink import open_tensorboard
 from telemetry.timeline import Timeline
@@ -138,7 +139,7 @@ class RunRecords:
         """Called on all ranks alike."""
         start = time.perf_counter()
         if self.session.rank == 0 and isinstance(report, StepReport) and report.step > 1 and not self.outcome.steps:
-            self.outcome.go_on(read_rows(self.folder / "metrics.jsonl"), step=report.step)
+            self.outcome.go_on(jsonl.rows(self.folder / "metrics.jsonl"), step=report.step)
         self.outcome.add(report)
         self.sinks.write(report)
         if self.alerts is not None:

@@ -8,7 +8,6 @@ Unplayable with the reason.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from telemetry import jsonl
 from telemetry.compare.differences import is_unkept
 from telemetry.compare.runs import Run, RunError, Start, lives, load_run
 from telemetry.redact import redacted
@@ -257,16 +257,8 @@ def _git(folder: Path, *arguments: str, text: str | None = None) -> subprocess.C
 
 def _last_step(metrics: Path) -> int:
     """Of the last whole row of a step."""
-    if not metrics.exists():
-        return 0
-    for line in reversed(metrics.read_text().splitlines()):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "train/loss" in row:
-            return row["step"]
-    return 0
+    steps = [row["step"] for row in jsonl.rows(metrics) if "train/loss" in row]
+    return steps[-1] if steps else 0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from parallel.expectation import Expectation
 from telemetry.alert_values import Row
 from telemetry.alerts import CLEARED, RAISED, Alerts, Event
+from telemetry.jsonl import lines
 
 ON = "alerts"  # the event of a start on the timeline
 
@@ -94,25 +95,8 @@ def still_raised(folder: Path) -> dict[tuple[str, str], Event]:
     return found
 
 
-def lines(path: Path) -> Iterator[Any]:
-    """One item a line; None for one that is no JSON (written by a start that was killed)."""
-    if path.exists():
-        with path.open() as file:
-            yield from (_parsed(line) for line in file if line.strip())
-
-
 def count_lines(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with path.open() as file:
-        return sum(1 for line in file if line.strip())
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
+    return sum(1 for _ in lines(path))
 
 
 def _starts(folder: Path) -> list[tuple[Expectation, int, int]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from conf.schema import AlertRule, AlertSlice
+from telemetry.ranks import median_of_others
 
 Row = Mapping[str, Any]
 
@@ -85,18 +85,8 @@ def _ranks(metric: str, ranks: Sequence[Row]) -> Iterator[Value]:
     for stage in stages.values():
         stage.sort()
     for rank, number in known:
-        peers = _median_of_others(stages.get(rank["pp"], []), number)
+        peers = median_of_others(stages[rank["pp"]], number) if math.isfinite(number) else None
         yield Value(f"rank {rank['rank']}", number, rank["pp"], f"rank {rank['rank']} on {rank['host']}", peers)
-
-
-def _median_of_others(ordered: Sequence[float], one: float) -> float | None:
-    """Without copying the list once a rank: thousands of ranks may share a stage."""
-    count = len(ordered) - 1
-    if count < 1 or not math.isfinite(one):
-        return None
-    place = bisect_left(ordered, one)
-    low, high = ((count - 1) // 2, count // 2)
-    return sum(ordered[n if n < place else n + 1] for n in (low, high)) / 2
 
 
 def _number(value: Any) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from telemetry.sinks import read_rows
+from telemetry import jsonl
 
 
 def plot_losses(metrics: Path, image: Path) -> None:
@@ -14,7 +14,7 @@ def plot_losses(metrics: Path, image: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = read_rows(metrics)
+    rows = jsonl.rows(metrics)
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     for name, label, style in (("train/loss", "train", "-"), ("validation/loss", "validation", "o-")):
         points = {row["step"]: row[name] for row in rows if name in row}  # of a step that was trained twice the later

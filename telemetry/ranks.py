@@ -8,9 +8,11 @@ waits for other stages, transfers included (as in `telemetry.prediction_table`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean, median
+from functools import cached_property
+from statistics import mean
 from typing import Any
 
 Metrics = dict[str, Any]
@@ -81,23 +83,28 @@ class RanksReport:
     ranks: Sequence[RankReport]
     ledger: Sequence[int] = ()
 
-    @property
+    @cached_property
     def stages(self) -> list[list[RankReport]]:
         return [[one for one in self.ranks if one.pp == pp] for pp in range(1 + max(one.pp for one in self.ranks))]
 
-    @property
+    @cached_property
     def slowest(self) -> Slowest:
         """The rank that computes longest beside those that compute the same: the other ranks of its stage."""
-        found = [
-            Slowest(one.rank, one.host, one.compute_s / (median(others) if any(others) else one.compute_s or 1.0))
-            for stage in self.stages
-            for one in stage
-            for others in [[other.compute_s for other in stage if other is not one]]
-        ]
+        found = []
+        for stage in self.stages:
+            ordered = sorted(one.compute_s for one in stage)
+            for one in stage:
+                others = median_of_others(ordered, one.compute_s) or one.compute_s or 1.0
+                found.append(Slowest(one.rank, one.host, one.compute_s / others))
         return max(found, key=lambda one: one.slowdown)
 
     def as_metrics(self) -> Metrics:
         """Flat names, one value a run or a stage; those of single ranks are in ranks.jsonl."""
+        return dict(self._metrics)
+
+    @cached_property
+    def _metrics(self) -> Metrics:
+        """Once for all sinks: there may be thousands of ranks."""
         return self._pipeline() | self._memory() | self._communication() | self._ranks()
 
     def _pipeline(self) -> Metrics:
@@ -139,6 +146,17 @@ class RanksReport:
     def _ranks(self) -> Metrics:
         slowest = self.slowest
         return {"ranks/slowdown": slowest.slowdown, "ranks/slowest": slowest.rank}
+
+
+def median_of_others(ordered: Sequence[float], one: float) -> float | None:
+    """Of sorted values without one of them; None where it is alone. Without a list for each: a stage may have thousands
+    of ranks."""
+    count = len(ordered) - 1
+    if count < 1:
+        return None
+    place = bisect_left(ordered, one)
+    low, high = ((count - 1) // 2, count // 2)
+    return sum(ordered[n if n < place else n + 1] for n in (low, high)) / 2
 
 
 def _of_stage(stage: Sequence[RankReport], axis: str, operation: str) -> dict[str, float]:

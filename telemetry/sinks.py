@@ -43,11 +43,6 @@ def rank_rows(report: Report) -> list[dict[str, Any]]:
     return [{"step": report.step, "time": utc_now(), "ranks": [one.as_row() for one in report.ranks.ranks]}]
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JsonlSink's file, but one that a killed start left torn."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-
 class JsonlSink:
     """metrics.jsonl, or another file: the rows of every report, one a line, flushed. A run that goes on appends: steps
     that a killed start trained beyond its last checkpoint come twice, and the later row counts.

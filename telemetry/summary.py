@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from conf.schema import Config
 from parallel import stage_split
 from parallel.plan import ParallelPlan
+from telemetry.ranks import Slowest
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.sinks import duration
 from telemetry.tables import size, table
@@ -30,7 +31,9 @@ class Outcome:
     last_loss: float | None = None
     validation: list[EvaluationReport] = field(default_factory=list)
     skipped: int = 0
-    steps: list[StepReport] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)  # without what all ranks told: a run has many of both
+    over_ranks: list[dict[str, float]] = field(default_factory=list)
+    slowest: Slowest | None = None  # when they told last
 
     def go_on(self, rows: Iterable[Mapping[str, Any]], *, step: int) -> None:
         """Take up a run that trained before: rows of its metrics.jsonl; those from `step` on are trained again."""
@@ -47,7 +50,11 @@ class Outcome:
         if isinstance(report, EvaluationReport):
             self.validation.append(report)
             return
-        self.steps.append(report)
+        self.steps.append(replace(report, ranks=None, instructions={}))
+        if report.ranks is not None:
+            found = report.ranks.as_metrics()
+            self.over_ranks.append({name: found[name] for name in OVER_RANKS})
+            self.slowest = report.ranks.slowest
         self.first_loss = report.loss if self.first_loss is None else self.first_loss
         self.last_loss = report.loss
         self.skipped = report.skipped_steps
@@ -60,9 +67,7 @@ class Outcome:
 
     def median_over_ranks(self, name: str) -> float | None:
         """Median of a value that all ranks told now and then; None where they never did."""
-        found = [step.ranks.as_metrics().get(name) for step in self.steps if step.ranks is not None]
-        values = [value for value in found if value is not None]
-        return median(values) if values else None
+        return median(row[name] for row in self.over_ranks) if self.over_ranks else None
 
     def as_summary(self) -> dict[str, Any]:
         """Flat numbers for sinks that keep one set a run."""
@@ -144,13 +149,12 @@ def closing(
 def _over_ranks(outcome: Outcome, predicted: Mapping[str, Any]) -> list[str]:
     """What all ranks told, beside what was predicted of it."""
     bubble, imbalance, again, exposed, *_ = map(outcome.median_over_ranks, OVER_RANKS)
-    if bubble is None or exposed is None:
+    slow = outcome.slowest
+    if bubble is None or exposed is None or slow is None:
         return []
     expected = predicted.get("bubble")
     guess = "" if expected is None else f" ({sum(expected) / len(expected):.0%} predicted)"
     other = "" if predicted.get("imbalance") is None else f" ({predicted['imbalance']:.2f} predicted)"
-    last = next(step.ranks for step in reversed(outcome.steps) if step.ranks is not None)
-    slow = last.slowest
     return [
         f"pipeline         bubble {bubble:.0%}{guess}, stage imbalance {imbalance:.2f}{other}, "
         f"recomputation {again:.0%} of the passes",

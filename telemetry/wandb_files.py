@@ -43,7 +43,12 @@ def payloads(path: Path) -> Iterator[bytes]:
     data = path.read_bytes()
     if data[:4] != MAGIC:
         raise ValueError(f"{path} is not a wandb file")
-    place, parts = 7, []
+    yield from _records(data, 7)
+
+
+def _records(data: bytes, place: int) -> Iterator[bytes]:
+    """Of bytes that begin with a block; what began in a block before them is left out."""
+    parts: list[bytes] | None = None
     while place + RECORD_HEADER.size <= len(data):
         left = BLOCK - place % BLOCK
         if left < RECORD_HEADER.size:
@@ -51,11 +56,34 @@ def payloads(path: Path) -> Iterator[bytes]:
             continue
         _, length, kind = RECORD_HEADER.unpack_from(data, place)
         place += RECORD_HEADER.size
-        parts.append(data[place : place + length])
-        place += length
-        if kind in (FULL, LAST):
-            yield b"".join(parts)
+        if kind in (FULL, FIRST):
             parts = []
+        if parts is not None:
+            parts.append(data[place : place + length])
+        place += length
+        if kind in (FULL, LAST) and parts is not None:
+            yield b"".join(parts)
+            parts = None
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the end of the run is in the file, by its last blocks: a run's file can be large."""
+    from google.protobuf.message import DecodeError
+    from wandb.proto import wandb_internal_pb2
+
+    start = max(0, path.stat().st_size // BLOCK - 3) * BLOCK
+    with path.open("rb") as file:
+        file.seek(start)
+        tail = file.read()
+    for payload in _records(tail, 0 if start else 7):
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
+        try:
+            record.ParseFromString(payload)
+        except DecodeError:
+            return False
+        if record.WhichOneof("record_type") == "exit":
+            return True
+    return False
 
 
 def read_file(path: Path) -> WandbFile:

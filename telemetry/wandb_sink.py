@@ -16,7 +16,7 @@ from typing import Any, Literal
 from conf.schema import WandbConfig, WandbMode
 from telemetry.redact import redacted
 from telemetry.report import AXES, EvaluationReport, StepReport, as_metrics
-from telemetry.wandb_files import read_file
+from telemetry.wandb_files import is_finished
 
 LONGEST_TAG = 64  # characters; wandb refuses longer ones
 LONGEST_NAME = 128  # characters; the service refuses longer ones when an offline run is synced
@@ -42,7 +42,6 @@ class WandbSink:
 
     def __init__(self, run: Any):
         self.run = run
-        self.rows = 0
         self.alerts_fail = False
         for axis in AXES:
             run.define_metric(axis)
@@ -52,7 +51,6 @@ class WandbSink:
 
     def write(self, report: StepReport | EvaluationReport) -> None:
         self.run.log(as_metrics(report))
-        self.rows += 1
 
     def write_image(self, name: str, path: Path) -> None:
         import wandb
@@ -85,16 +83,9 @@ class WandbSink:
         import wandb
 
         wandb.teardown()  # finish returns before the service has written the file's last block
-        if self.run.offline:
-            self._count_rows()
-
-    def _count_rows(self) -> None:
-        """Its service says nothing of what a full disk refused."""
-        files = sorted(Path(self.run.dir).parent.glob("*.wandb"))
-        kept = sum("train/loss" in row or "validation/loss" in row for row in read_file(files[-1]).rows) if files else 0
-        if kept < self.rows:
-            lost = f"{self.rows - kept} of {self.rows} rows are not in wandb's file (disk full?)"
-            print(f"warning: {lost}; metrics.jsonl has them", file=sys.stderr, flush=True)
+        if self.run.offline and not all(map(is_finished, Path(self.run.dir).parent.glob("*.wandb"))):
+            lost = "wandb's file lacks the end of the run (disk full?), which its service did not tell"
+            print(f"warning: {lost}; metrics.jsonl has everything", file=sys.stderr, flush=True)
 
 
 def open_wandb(

@@ -33,7 +33,7 @@ def seen(config: Config, *, slow_rank: int | None = None, steps: int = 2) -> lis
     session: Any = SimpleNamespace(
         groups=groups, device=this_device(), plan=plan, rank=rank, hosts=["a", "b", "c", "d"], control=None
     )
-    first: Any = SimpleNamespace(count=LAST, times=None, watch=lambda trainer: CollectiveTimes(groups, CPU))
+    first: Any = SimpleNamespace(count=LAST, watch=lambda trainer: CollectiveTimes(groups, CPU))
     meters = Meters(session, first, interval=1, memory_before=0, ledger=())
     found = []
     for step in range(1, steps + 1):

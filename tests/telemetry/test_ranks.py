@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
 
-from telemetry.ranks import CollectiveReport, RankReport, RanksReport
+from telemetry.ranks import CollectiveReport, RankReport, RanksReport, median_of_others
 
 MB = 10**6
 
@@ -93,3 +94,11 @@ def test_overlap_is_the_time_in_flight_that_did_not_hold_up_computation(still, s
     calls = [CollectiveReport("data", "all_reduce", 2, 100, still), CollectiveReport("pipe", "send_recv", 1, 9, 3.0)]
     found = four(collectives=calls, in_flight_s=0.5).as_metrics()
     assert found["communication/overlap_share"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 7])
+def test_the_median_of_the_others_is_that_of_a_list_without_the_one(count: int) -> None:
+    values = [float((7 * n) % 5) for n in range(count)]
+    for place, one in enumerate(values):
+        assert median_of_others(sorted(values), one) == median(values[:place] + values[place + 1 :])
+    assert median_of_others([1.0], 1.0) is None

@@ -36,3 +36,12 @@ def test_alert_rules_know_every_name_that_sinks_write_and_no_other() -> None:
     written = {re.sub(r"/stage\d+$", "", name) for row in rows for name in row if "/" in name}
     assert written - set(METRICS) == {name for name in written if name.startswith("instruction/")}
     assert set(METRICS) <= written
+
+
+def test_what_thousands_of_ranks_told_is_not_kept_to_the_end_of_a_run() -> None:
+    outcome = Outcome()
+    for step in (1, 2):
+        outcome.add(report(step=step, ranks=four(), instructions={"ForwardPass": 1.0}))
+    assert all(step.ranks is None and not step.instructions for step in outcome.steps)
+    assert outcome.as_summary()["median/ranks/slowdown"] == four().slowest.slowdown
+    assert outcome.slowest is not None and outcome.slowest.rank == 3

@@ -139,3 +139,27 @@ def test_an_alert_that_raises_warns_once_and_metrics_go_on(
         sinks.write(report(step=1))
     assert capsys.readouterr().err.count("warning") == 1
     assert [row["step"] for row in stored(tmp_path)[0]] == [1]
+
+
+def test_a_file_whose_end_was_lost_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """wandb's service tells nobody that a full disk refused it."""
+    import wandb
+
+    for name, share in (("whole", 1.0), ("cut", 0.6)):
+        sink = opened(tmp_path / name, WandbConfig())
+        assert sink is not None
+        for step in range(1, 400):  # several blocks
+            sink.write(report(step=step))
+        end = wandb.teardown
+
+        def cut(share: float = share, folder: Path = tmp_path / name, end: Any = end) -> None:
+            end()
+            [path] = folder.glob("wandb/offline-run-*/*.wandb")
+            path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(wandb, "teardown", cut)
+            sink.close(failed=False, summary={})
+        assert capsys.readouterr().err.count("lacks the end") == (name == "cut")
