@@ -126,7 +126,7 @@ def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -
 
     config_dir: a folder of more YAML groups.
     """
-    folders = _folders(config_dir)
+    folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
         raise ConfigError(problems)
@@ -160,7 +160,7 @@ def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
             [f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"]
         )
     if flags.multirun or asks:
-        problems = overrides.problems(flags.overrides, options=options(_folders(flags.config_dir)))
+        problems = overrides.problems(flags.overrides, options=options(folders_of(flags.config_dir)))
         if problems:
             raise ConfigError(problems)
         return _sweep() if flags.multirun else _hydra(lambda cfg: None)
@@ -184,7 +184,7 @@ def share_cores(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
-def _folders(config_dir: str | None) -> list[Path]:
+def folders_of(config_dir: str | None) -> list[Path]:
     return [CONF] if config_dir is None else [CONF, Path(config_dir).resolve()]
 
 
