@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-CLUSTER_PACKAGES := openssh-server openssh-client pdsh iproute2 util-linux
+CLUSTER_PACKAGES := openssh-server openssh-client pdsh iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
 
@@ -33,7 +33,7 @@ check: $(DONE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
 benchmark: $(DONE)
 	$(BIN)/python recipes/benchmark.py

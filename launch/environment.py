@@ -66,6 +66,12 @@ def of_files(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def with_network(variables: Mapping[str, str], interface: str | None, *, named: bool) -> dict[str, str]:
+    """The variables and a host's interface to its peers for both transports; named: it wins over what they say."""
+    names = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return {**variables, **names} if named else {**names, **variables}
+
+
 def shell_file(path: str, variables: Mapping[str, str]) -> str:
     """What a host sources from `path`."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]

@@ -62,16 +62,22 @@ def parse(argv: Sequence[str]) -> Request:
     port = given.get("--ssh_port")
     if port is not None and not (port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError([f"-p {port} is not a port; give 1 to 65535"])
-    recipe = Path(words[0]) if Path(words[0]).is_file() else ROOT / words[0]
-    if not recipe.is_file():
-        raise ConfigError([f"there is no recipe {words[0]}; see recipes/"])
+    recipe = find_recipe(words[0])
     overrides = list(words[1:])
     if not any(word.startswith("resume=") for word in overrides):
         overrides.append("resume=auto")
     return Request(
         Path(rest[0]).absolute(), given.get("--include", ""), given.get("--exclude", ""), port,
-        given.get("--interface"), recipe.absolute(), tuple(overrides),
+        given.get("--interface"), recipe, tuple(overrides),
     )  # fmt: skip
+
+
+def find_recipe(name: str) -> Path:
+    """Relative to the folder of the call, else to this repository's. Raises ConfigError."""
+    recipe = Path(name) if Path(name).is_file() else ROOT / name
+    if not recipe.is_file():
+        raise ConfigError([f"there is no recipe {name}; see recipes/"])
+    return recipe.absolute()
 
 
 def choose_hosts(request: Request) -> hostfile.Slots:
@@ -118,15 +124,21 @@ def ask_hosts(request: Request, hosts: hostfile.Slots, ssh: Ssh) -> tuple[list[A
     }  # fmt: skip
     answers = told(ssh, "look", orders)
     first = answers[0]
-    mine = [one for ones in first.values["addresses"].values() for one in ones]
-    if address is not None and address not in mine and re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", address):
-        raise ConfigError(
-            [f"MASTER_ADDR={address} is no address of {first.host}, where rank 0 runs; it has {', '.join(mine)}"]
-        )
+    if address is not None:
+        check_address(address, first.values["addresses"], first.host)
     master, port = address or first.values["address"], first.values["port"]
     meeting = {"address": master, "port": port, "seconds": REACH_S}
     told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
     return answers, master, str(port)
+
+
+def check_address(address: str, interfaces: Mapping[str, Sequence[str]], host: str) -> None:
+    """Whether MASTER_ADDR is one of the first host's, where it is no name. Raises ConfigError."""
+    mine = [one for ones in interfaces.values() for one in ones]
+    if address not in mine and re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", address):
+        raise ConfigError(
+            [f"MASTER_ADDR={address} is no address of {host}, where rank 0 runs; it has {', '.join(mine)}"]
+        )
 
 
 def told(ssh: Ssh, verb: str, orders: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
@@ -151,18 +163,15 @@ def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[
     }
     found = []
     for number, answer in enumerate(answers):
-        network = answer.values["interface"]
-        chosen = {} if network is None else {"NCCL_SOCKET_IFNAME": network, "GLOO_SOCKET_IFNAME": network}
-        if request.interface is not None:
-            found.append(shared | chosen | {"LAUNCH_NODE": str(number)})
-        else:
-            found.append(chosen | shared | {"LAUNCH_NODE": str(number)})
+        network, named = answer.values["interface"], request.interface is not None
+        found.append(environment.with_network(shared, network, named=named) | {"LAUNCH_NODE": str(number)})
     return found
 
 
 def launch_run(request: Request) -> int:
     hosts = choose_hosts(request)
     check_given()
+    say_that_a_mask_stays()
     options = [
         os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
         f"-p {request.ssh_port}" if request.ssh_port else "",
@@ -192,12 +201,15 @@ def launch_run(request: Request) -> int:
 
 
 def check_given() -> None:
-    """MASTER_ADDR, MASTER_PORT and a device mask, where the caller's environment has them."""
+    """MASTER_ADDR and MASTER_PORT, where the caller's environment has them."""
     if os.environ.get("MASTER_ADDR") == "":
         raise ConfigError(["MASTER_ADDR is empty; give an address of the first host, or unset it"])
     port = os.environ.get("MASTER_PORT", "0")
     if not (port.isdigit() and int(port) < 65536):
         raise ConfigError([f"MASTER_PORT={port} is not a port; give 1 to 65535, or unset it"])
+
+
+def say_that_a_mask_stays() -> None:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None:
         print(

@@ -33,7 +33,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         return {"problem": f"{MEMORY} cannot be written; the start needs a memory file system there"}
     try:
         address, interface = _way(order["peers"], order["interface"])
-        return {"address": address, "interface": interface, "port": _port(order), "addresses": _addresses()}
+        return {"address": address, "interface": interface, "port": _port(order), "addresses": addresses()}
     except (OSError, ValueError) as error:
         return {"problem": str(error)}
 
@@ -41,7 +41,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:
     """The address and interface by which this host's packets go to its peers, or those of the interface named."""
     if wanted is not None:
-        mine = _addresses()
+        mine = addresses()
         if not mine.get(wanted):
             raise ValueError(f"it has no interface {wanted} with an address; it has {', '.join(sorted(mine))}")
         return mine[wanted][0], wanted
@@ -60,10 +60,10 @@ def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:
         ways = ", ".join(f"{peer} from {address}" for address, peer in found.items())
         raise ValueError(f"it reaches its peers over several networks ({ways}); name one with --interface")
     address = next(iter(found))
-    return address, next((name for name, ones in _addresses().items() if address in ones), None)
+    return address, next((name for name, ones in addresses().items() if address in ones), None)
 
 
-def _addresses() -> dict[str, list[str]]:
+def addresses() -> dict[str, list[str]]:
     """interface -> its addresses, IPv4 first."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     found = {}
@@ -128,13 +128,13 @@ def _processes(order: dict[str, Any]) -> list[psutil.Process]:
 
 
 def ask(order: dict[str, Any]) -> dict[str, Any]:
-    """Ranks are the launcher's children; their own children have the same environment."""
-    asked = 0
+    """Ranks are the launcher's children; their own children have the same environment. signal: by which."""
+    asked, number = 0, signal.Signals[order.get("signal", "SIGUSR1")]
     for process in _processes(order):
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
             if "RANK" in process.environ() and parent is not None and "RANK" not in parent.environ():
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(number)
                 asked += 1
     return {"asked": asked}
 
