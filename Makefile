@@ -20,12 +20,15 @@ test-all: $(DONE)
 test-gpu: $(DONE)
 	$(BIN)/python -m pytest -m gpu
 
-# As root: what is missing is installed on Debian and its kin, elsewhere named by the tests that are skipped.
+# As root: what is missing is installed on Debian and its kin (its services stopped), elsewhere named by the tests that
+# are skipped.
 cluster-test: $(DONE)
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    missing=$$(dpkg-query --show --showformat '$${Package} $${Status}\n' $(CLUSTER_PACKAGES) 2>&1 | \
 	        grep -v 'ok installed$$' | sed 's/^dpkg-query: no packages found matching //; s/ .*//'); \
 	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }; \
+	    services=$$(grep -xE 'munge|slurmctld|slurmd' <<<"$$missing" || true); \
+	    [ -z "$$services" ] || systemctl disable --quiet --now $$services 2>/dev/null || true; \
 	fi
 	$(BIN)/python -m pytest -m "$(CLUSTER_TESTS)"
 

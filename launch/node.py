@@ -39,7 +39,7 @@ USAGE = (
     "RECIPE OVERRIDES..."
 )
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-# A scheduler signals all of a host's processes. The launcher's own ignore that; the ranks, which would inherit it, do not.
+# A scheduler signals all of a host's processes. The launcher's ignore that; the ranks, which would inherit it, do not.
 AS_USUAL = (
     "import os, sys; from signal import *; [signal(n, SIG_DFL) for n in (SIGUSR1, SIGTERM, SIGINT)]; "
     "os.execvp(sys.argv[1], sys.argv[1:])"
