@@ -8,6 +8,7 @@ a host that fails, or is lost, is known to all while the ranks run. Not here: wh
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -42,7 +43,6 @@ class Met:
     node: int
     links: Mapping[int, socket.socket] = field(default_factory=dict)
     failure: Failure | None = None  # the first of another host
-    verdict: int | None = None  # how the first host ended
     _ended: dict[int, int | None] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -74,8 +74,6 @@ class Met:
                 self._fail(said["failed"], said["code"])
             else:
                 self._ended[node] = code = int(said["ended"])
-                if node == 0:
-                    self.verdict = code
                 if code != 0:
                     self._fail(self.hosts[node], code)
             self._changed.notify_all()
@@ -91,17 +89,17 @@ class Met:
             _send(link, what)
 
     def end(self, code: int, *, patience_s: float) -> int:
-        """Tell the others how this host ended; what the run's code is. A host that ended well waits for the first one,
-        the first `patience_s` for the others.
+        """Tell the others how this host ended; what the run's code is. A host that ended well waits for the first one's
+        word, the first `patience_s` for the others'.
         """
-        self._tell({"ended": code})
         with self._changed:
-            if self.node != 0 and code == 0:
-                self._changed.wait_for(lambda: 0 in self._ended)
-                code = self.verdict if self.verdict is not None else 1
-            elif code == 0:
+            if self.node == 0 and code == 0:
                 self._changed.wait_for(lambda: len(self._ended) == len(self.links), timeout=patience_s)
                 code = next((1 if one is None else one for one in self._ended.values() if one != 0), 0)
+            self._tell({"ended": code})
+            if self.node != 0 and code == 0:
+                self._changed.wait_for(lambda: 0 in self._ended)
+                code = 1 if self._ended[0] is None else self._ended[0]
         return code
 
 
@@ -190,7 +188,7 @@ def listening(port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=512)
     except OSError as error:
         raise ConfigError(
-            [f"MASTER_PORT={port} cannot be used here: {error.strerror}; give all hosts another"]
+            [f"MASTER_PORT={port} cannot be used here: {os.strerror(error.errno or 0)}; give all hosts another"]
         ) from None
 
 

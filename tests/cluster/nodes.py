@@ -15,15 +15,18 @@ NODE = str(ROOT / "launch" / "node.sh")
 
 
 class Nodes:
-    """One command on every host, its output in output-N.txt; `words[n]` of host n behind the hostfile."""
+    """One command a host, its output in output-N.txt; `words[n]`: of host n behind HOSTFILE, None: not started."""
 
-    def __init__(self, hosts: Hosts, folder: Path, words: Sequence[Sequence[str]], *, slots: int = 1, **more: str):
+    def __init__(
+        self, hosts: Hosts, folder: Path, words: Sequence[Sequence[str] | None], *, slots: int = 1, **more: str
+    ):
         self.hosts, self.folder = hosts, folder
         hostfile = str(hosts.hostfile(folder / "hosts", slots=slots))
         given = environ(hosts, **more)
         self.started = [
             hosts[n].start([NODE, hostfile, *mine], folder=folder, output=folder / f"output-{n}.txt", environ=given)
             for n, mine in enumerate(words)
+            if mine is not None
         ]
 
     def wait(self, seconds: float) -> list[int]:
@@ -34,7 +37,7 @@ class Nodes:
 
     @property
     def outputs(self) -> list[str]:
-        return [(self.folder / f"output-{n}.txt").read_text() for n in range(len(self.started))]
+        return [path.read_text() for path in sorted(self.folder.glob("output-*.txt"))]
 
     def rank_on(self, node: int) -> psutil.Process:
         (found,) = [process for process in self.hosts[node].processes() if "--local_rank=0" in process.cmdline()]
