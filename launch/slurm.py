@@ -150,6 +150,9 @@ def free_port(number: int) -> int:
 
 
 def run_job(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    seen = Seen()
+    for number in STOP_CODES:
+        signal.signal(number, lambda n, frame: seen.requests.append(signal.Signals(n)))
     multinode.check_given()
     job = parse(argv, environ)
     tasks = layout(environ, names(environ["SLURM_JOB_NODELIST"]), job.config)
@@ -164,10 +167,7 @@ def run_job(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     job.request.hostfile.write_text("".join(f"{host} slots={len(slots)}\n" for host, slots in tasks.slots.items()))
     marker = job.folder / "finished"
     marker.unlink(missing_ok=True)
-    seen = Seen()
-    for number in STOP_CODES:
-        signal.signal(number, lambda n, frame: seen.requests.append(signal.Signals(n)))
-    code = watch(command, surrounding, seen)
+    code = STOP_CODES[seen.requests[0]] if seen.requests else watch(command, surrounding, seen)
     if code == 0 and tasks.task_per_rank and not marker.exists():
         say("srun ended but rank 0 did not finish: some process was killed")
         code = 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 DAEMONS = ("munged", "slurmctld", "slurmscriptd", "slurmd")
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 SUBMIT = str(ROOT / "launch" / "submit.py")
-CPUS = 16  # of each host, whatever the machine has
+CPUS, GPUS = 16, 4  # of each host, whatever the machine has: the GPUs are null devices
 CONF = """
 ClusterName=test
 SlurmctldHost={first.name}({first.addresses[0]})
@@ -44,6 +45,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 PreemptType=preempt/partition_prio
@@ -73,7 +75,11 @@ class Slurm:
     def __init__(self, hosts: Hosts, folder: Path):
         self.hosts, self.folder = hosts, folder
         folder.mkdir()
-        nodes = [f"NodeName={host.name} NodeAddr={host.addresses[0]} CPUs={CPUS}\n" for host in hosts]
+        about = f"CPUs={CPUS} Gres=gpu:{GPUS}"
+        nodes = [f"NodeName={host.name} NodeAddr={host.addresses[0]} {about}\n" for host in hosts]
+        for number in range(GPUS):
+            os.mknod(folder / f"gpu{number}", 0o600 | stat.S_IFCHR, os.stat(os.devnull).st_rdev)
+        (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n")
         (folder / "slurm.conf").write_text(CONF.format(first=hosts[0], folder=folder) + "".join(nodes))
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))

@@ -107,6 +107,24 @@ def test_two_jobs_at_once_on_the_same_hosts_do_not_meet(slurm, tmp_path):
     assert len({shown(folder, rank)["environ"]["MASTER_PORT"] for folder in folders for rank in range(4)}) == 2
 
 
+@SLOW
+@pytest.mark.parametrize("tasks", [[], ["--ntasks-per-node=2"]], ids=["hosts", "ranks"])
+def test_ranks_see_the_gpus_of_their_job_and_no_other(slurm, tmp_path, tasks):
+    """The second job of the hosts gets the third and fourth GPU, which DeepSpeed's launcher would number 0 and 1."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    slurm.end()
+    for folder in folders:
+        folder.mkdir()
+        options = ["-N", "2", "--gpus-per-node=2", *tasks, "--export=ALL,DS_ACCELERATOR=cuda"]
+        job = slurm.submit([*options, SBATCH, SHOWS, "parallel=tp2_pp2", "run.experiment=waits"], folder)
+        wait_for(lambda: (folder / "rank-3.json").exists(), seconds=120, what=f"job {job}")  # noqa: B023
+    for folder, visible in zip(folders, ("0,1", "2,3"), strict=True):
+        assert [shown(folder, rank)["environ"]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == [visible] * 4
+        assert [shown(folder, rank)["environ"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1"] * 2
+        (folder / "go").touch()
+    wait_for(lambda: slurm.run("squeue", "--noheader") == "", seconds=60, what="the end of both")
+
+
 @pytest.mark.parametrize(
     ("options", "words", "line"),
     [
