@@ -110,7 +110,7 @@ def command_of(job: Job, tasks: Layout) -> list[str]:
     interface = ["--interface", job.request.interface] if job.request.interface is not None else []
     words = [*interface, str(job.request.recipe), *job.request.overrides]
     if tasks.task_per_rank:
-        command += [f"{output}/rank-%t.log", "--gpu-bind=none", sys.executable, str(ROOT / "launch" / "slurm_rank.py")]
+        command += [f"{output}/rank-%t.log", sys.executable, str(ROOT / "launch" / "slurm_rank.py")]
     else:
         hosts = [str(ROOT / "launch" / "node.sh"), str(job.request.hostfile)]
         command += [f"{output}/%N.log", "--cpu-bind=none", *hosts]

@@ -27,7 +27,7 @@ def rank_environ(environ: Mapping[str, str], interface: str | None) -> dict[str,
         raise ConfigError([f"host {environ['SLURMD_NODENAME']}: {seen['problem']}"])
     found = {
         "RANK": environ["SLURM_PROCID"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_RANK": str(_device(environ)),
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_WORLD_SIZE": str(counts[int(environ["SLURM_NODEID"])]),
     }
@@ -35,6 +35,19 @@ def rank_environ(environ: Mapping[str, str], interface: str | None) -> dict[str,
     if "SLURM_CPUS_PER_TASK" in environ:
         given.setdefault("OMP_NUM_THREADS", environ["SLURM_CPUS_PER_TASK"])  # Slurm has shared the cores out
     return environment.with_network(given, seen["interface"], named=interface is not None) | found
+
+
+def _device(environ: Mapping[str, str]) -> int:
+    """Which of the GPUs that the task sees is its own: Slurm shows it those of its job on the host, or its own alone
+    (--gpus-per-task=1). Raises ConfigError.
+    """
+    shown, local = environ.get("CUDA_VISIBLE_DEVICES", ""), int(environ["SLURM_LOCALID"])
+    count = len(shown.split(",")) if shown else 0
+    if 1 < count <= local:
+        raise ConfigError([
+            f"host {environ['SLURMD_NODENAME']}: its task {local} sees the GPUs {shown} only; leave --gpu-bind out"
+        ])  # fmt: skip
+    return 0 if count == 1 else local
 
 
 def main() -> int:

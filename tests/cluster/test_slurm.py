@@ -100,7 +100,7 @@ def test_two_jobs_at_once_on_the_same_hosts_do_not_meet(slurm, tmp_path):
         folder.mkdir()
         words = [*TASK_A_RANK, "--oversubscribe", SBATCH, SHOWS, "parallel=tp2_pp2", "run.experiment=waits"]
         jobs.append(slurm.submit(words, folder))
-    wait_for(lambda: all((folder / "rank-3.json").exists() for folder in folders), seconds=120, what="both")
+    wait_for(lambda: len(list(tmp_path.glob("?/rank-?.json"))) == 8, seconds=120, what="both")
     for folder in folders:
         (folder / "go").touch()
     assert [slurm.wait(job) for job in jobs] == [("COMPLETED", 0)] * 2
@@ -108,19 +108,27 @@ def test_two_jobs_at_once_on_the_same_hosts_do_not_meet(slurm, tmp_path):
 
 
 @SLOW
-@pytest.mark.parametrize("tasks", [[], ["--ntasks-per-node=2"]], ids=["hosts", "ranks"])
-def test_ranks_see_the_gpus_of_their_job_and_no_other(slurm, tmp_path, tasks):
+@pytest.mark.parametrize(
+    ("tasks", "devices"),
+    [
+        (["--gpus-per-node=2"], [("0,1", "0"), ("0,1", "1"), ("2,3", "0"), ("2,3", "1")]),
+        (["--gpus-per-node=2", "--ntasks-per-node=2"], [("0,1", "0"), ("0,1", "1"), ("2,3", "0"), ("2,3", "1")]),
+        (["--gpus-per-task=1", "--ntasks-per-node=2"], [("0", "0"), ("1", "0"), ("2", "0"), ("3", "0")]),
+    ],
+    ids=["a task a host", "a task a rank", "a GPU a task"],
+)
+def test_ranks_see_the_gpus_of_their_job_and_no_other(slurm, tmp_path, tasks, devices):
     """The second job of the hosts gets the third and fourth GPU, which DeepSpeed's launcher would number 0 and 1."""
     folders = [tmp_path / "a", tmp_path / "b"]
     slurm.end()
     for folder in folders:
         folder.mkdir()
-        options = ["-N", "2", "--gpus-per-node=2", *tasks, "--export=ALL,DS_ACCELERATOR=cuda"]
+        options = ["-N", "2", *tasks, "--export=ALL,DS_ACCELERATOR=cuda"]
         job = slurm.submit([*options, SBATCH, SHOWS, "parallel=tp2_pp2", "run.experiment=waits"], folder)
-        wait_for(lambda: (folder / "rank-3.json").exists(), seconds=120, what=f"job {job}")  # noqa: B023
-    for folder, visible in zip(folders, ("0,1", "2,3"), strict=True):
-        assert [shown(folder, rank)["environ"]["CUDA_VISIBLE_DEVICES"] for rank in range(4)] == [visible] * 4
-        assert [shown(folder, rank)["environ"]["LOCAL_RANK"] for rank in range(4)] == ["0", "1"] * 2
+        wait_for(lambda: len(list(folder.glob("rank-?.json"))) == 4, seconds=120, what=f"job {job}")  # noqa: B023
+    for folder, of_a_host in zip(folders, (devices[:2], devices[2:]), strict=True):
+        given = [shown(folder, rank)["environ"] for rank in range(4)]
+        assert [(one.get("CUDA_VISIBLE_DEVICES"), one["LOCAL_RANK"]) for one in given] == of_a_host * 2
         (folder / "go").touch()
     wait_for(lambda: slurm.run("squeue", "--noheader") == "", seconds=60, what="the end of both")
 

@@ -191,5 +191,9 @@ def test_a_task_becomes_a_rank_by_slurms_numbers(monkeypatch, tmp_path):
     numbers = [found[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")]
     assert numbers == ["3", "3", "4", "4", "6"]
     assert slurm_rank.rank_environ({**environ, "OMP_NUM_THREADS": "1"}, None)["OMP_NUM_THREADS"] == "1"
+    for shown, local in (("4,5,6,7", "3"), ("GPU-7", "0"), ("", "3")):
+        assert slurm_rank.rank_environ({**environ, "CUDA_VISIBLE_DEVICES": shown}, None)["LOCAL_RANK"] == local
+    with pytest.raises(ConfigError, match="host w0: its task 3 sees the GPUs 4,5 only; leave --gpu-bind out"):
+        slurm_rank.rank_environ({**environ, "CUDA_VISIBLE_DEVICES": "4,5"}, None)
     with pytest.raises(ConfigError, match="host w0: it has no interface nothing"):
         slurm_rank.rank_environ(environ, "nothing")
