@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 
 from conf.schema import DType
-from engine.device import Device, matmul_rate, this_device
+from engine.device import Device, this_device
 from engine.distributed import gather, start, stop
 from engine.session import DTYPES
 
 DIFFERS = 0.2  # share by which the slowest may lack of the fastest before all is measured again
 ATTEMPTS = 3
 PARTNERS = 3  # hosts that each is paired with: of three, one may be slow itself
-MULTIPLY_S = 0.5
+MULTIPLY_S = 1.0
+SIDE = {"cpu": 256, "cuda": 8192}  # of a product: on CPUs without bf16 instructions a larger one takes seconds
 FIRST_BYTES = 64 << 10  # tells how much can be sent in TRANSFER_S
 LARGEST = {"cpu": 64 << 20, "cuda": 512 << 20}
 TRANSFER_S = 0.3
@@ -63,11 +64,23 @@ def matrix_rates(device: Device, dtype: torch.dtype) -> list[float]:
     best: list[float] = []
     for _ in range(ATTEMPTS):
         dist.barrier()
-        now = gather(matmul_rate(device, dtype, seconds=MULTIPLY_S))
+        now = gather(matrix_rate(device, dtype))
         best = now if not best else list(map(max, best, now))
         if not differ(best):
             break
     return best
+
+
+def matrix_rate(device: Device, dtype: torch.dtype) -> float:
+    """FLOP/s over MULTIPLY_S, whoever else took part of it: the median of single products would not see that."""
+    side = SIDE[device.kind]
+    a, b = (torch.randn(side, side, device=device.torch_device).to(dtype) for _ in range(2))
+    a @ b
+    began, products = device.now(), 0
+    while (now := device.now()) < began + MULTIPLY_S:
+        a @ b
+        products += 1
+    return products * 2 * side**3 / (now - began)
 
 
 def link_rates(hosts: Sequence[int], device: Device) -> list[Transfer]:

@@ -232,8 +232,8 @@ def in_the_ranks_environment(verb: str, order: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "clock":
-        sys.exit(clock())
-    given = json.load(sys.stdin)
-    if "environ" in given:
+        clock()
+    elif "environ" in (given := json.load(sys.stdin)):
         sys.exit(in_the_ranks_environment(sys.argv[1], given))
-    print(json.dumps(answer(sys.argv[1], given)))
+    else:
+        print(json.dumps(answer(sys.argv[1], given)))
