@@ -48,7 +48,7 @@ def facts(order: dict[str, Any]) -> dict[str, Any]:
         "code": _code(Path(order["recipe"])),
         "cores": len(os.sched_getaffinity(0)),
         "memory": _available_memory(),
-        "shm": shutil.disk_usage("/dev/shm").free,
+        "shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "gpus": found,
         "gpu_problem": problem,
@@ -103,6 +103,8 @@ def view(order: dict[str, Any]) -> dict[str, Any]:
     from telemetry.redact import redacted
     from telemetry.run_folder import git_commit
 
+    if not os.path.isdir(order["folder"]):
+        return {"problem": f"it has no folder {order['folder']}; mount it there, or call from a shared one"}
     os.chdir(order["folder"])
     device = device_kind()
     try:

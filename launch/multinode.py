@@ -47,7 +47,7 @@ class Request:
     interface: str | None
     recipe: Path
     overrides: tuple[str, ...]
-    more: Mapping[str, str] = field(default_factory=dict)  # options that a sibling of this script has too
+    more: Mapping[str, str] = field(default_factory=dict)  # options that not all who take the others have
 
 
 def parse(argv: Sequence[str], *, more: Sequence[str] = ("preflight",), usage: str = USAGE) -> Request:
@@ -111,35 +111,26 @@ def command_of(request: Request, hosts: hostfile.Slots, *, master: str, port: st
 
 def ask_hosts(request: Request, hosts: hostfile.Slots, ssh: Ssh) -> tuple[list[Answer], str, str]:
     """Every host's answer, and the master's address and port; ConfigError with what each host lacks."""
-    answers = told(ssh, "look", look_orders(request, list(hosts), ssh.addresses(list(hosts))))
-    first = answers[0]
-    master, port = master_of(first)
-    meeting = {"address": master, "port": port, "seconds": REACH_S}
-    told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
-    return answers, master, str(port)
-
-
-def look_orders(request: Request, hosts: Sequence[str], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """names: as `Ssh.addresses` gives them."""
-    given = int(os.environ.get("MASTER_PORT", "0"))
-    return {
+    names = ssh.addresses(list(hosts))
+    given, address = int(os.environ.get("MASTER_PORT", "0")), os.environ.get("MASTER_ADDR")
+    orders = {
         host: {
             "folder": os.getcwd(), "interface": request.interface,
             "peers": [names[peer] for peer in hosts if peer != host], "port": given if number == 0 else None,
         }
         for number, host in enumerate(hosts)
     }  # fmt: skip
-
-
-def master_of(first: Answer) -> tuple[str, int]:
-    """Rank 0's address and port, by what its host answered; ConfigError where a given address is not its."""
-    address = os.environ.get("MASTER_ADDR")
+    answers = told(ssh, "look", orders)
+    first = answers[0]
     mine = [one for ones in first.values["addresses"].values() for one in ones]
     if address is not None and address not in mine and re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", address):
         raise ConfigError(
             [f"MASTER_ADDR={address} is no address of {first.host}, where rank 0 runs; it has {', '.join(mine)}"]
         )
-    return address or first.values["address"], first.values["port"]
+    master, port = address or first.values["address"], first.values["port"]
+    meeting = {"address": master, "port": port, "seconds": REACH_S}
+    told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
+    return answers, master, str(port)
 
 
 def told(ssh: Ssh, verb: str, orders: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
@@ -176,7 +167,12 @@ def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[
 def launch_run(request: Request) -> int:
     hosts = choose_hosts(request)
     check_given()
-    ssh = Ssh(ssh_options(request))
+    options = [
+        os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
+        f"-p {request.ssh_port}" if request.ssh_port else "",
+        PATIENCE,
+    ]
+    ssh = Ssh(" ".join(option for option in options if option))
     launch = secrets.token_hex(4)
     dry = os.environ.get("DRY_RUN", "0") == "1"
     if dry:
@@ -199,19 +195,6 @@ def launch_run(request: Request) -> int:
     return run(Job(launch, tuple(hosts), tuple(command), environ, ssh), values)
 
 
-def ssh_options(request: Request) -> str:
-    port = f"-p {request.ssh_port}" if request.ssh_port else ""
-    return " ".join(filter(None, (os.environ.get("PDSH_SSH_ARGS_APPEND", ""), port, PATIENCE)))
-
-
-def preflight(request: Request) -> int:
-    """launch/preflight.sh with the same words."""
-    given = {"-i": request.include, "-e": request.exclude, "-p": request.ssh_port, "--interface": request.interface}
-    options = [word for name, value in given.items() if value for word in (name, value)]
-    words = [str(request.hostfile), *options, str(request.recipe), *request.overrides]
-    return subprocess.run([str(ROOT / "launch" / "preflight.sh"), *words]).returncode
-
-
 def check_given() -> None:
     """MASTER_ADDR, MASTER_PORT and a device mask, where the caller's environment has them."""
     if os.environ.get("MASTER_ADDR") == "":
@@ -228,11 +211,14 @@ def check_given() -> None:
 
 
 def main() -> int:
+    argv = sys.argv[1:]
     try:
-        request = parse(sys.argv[1:])
-        code = preflight(request) if "preflight" in request.more else 0
-        if code != 0:
-            return 2 if code == 1 else code  # as for all that is refused before the start
+        request = parse(argv)
+        if "preflight" in request.more:
+            argv.remove("--preflight")
+            code = subprocess.run([str(ROOT / "launch" / "preflight.sh"), *argv]).returncode
+            if code != 0:
+                return 2 if code == 1 else code  # what is red is refused as a bad configuration is
         return launch_run(request)
     except ConfigError as error:
         print("\n".join(f"launch/multinode.sh: {line}" for line in error.problems), file=sys.stderr)

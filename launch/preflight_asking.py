@@ -7,6 +7,7 @@ mean (preflight_checks.py and beside).
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import threading
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from conf.hostfile import Slots
-from conf.load import ConfigError
 from launch import environment, preflight_checks, preflight_machine, preflight_rates
-from launch.multinode import REACH_S, Request, look_orders, master_of, variables
+from launch.multinode import REACH_S, Request
+from launch.preflight_checks import Answers
 from launch.preflight_table import Cell, Row, good, wrong
 from launch.remote import Answer, at_once
 
@@ -49,10 +50,9 @@ class Preflight:
     rates: bool
 
     def rows(self) -> list[Row]:
-        shared = environment.travelling(os.environ) | environment.of_files(os.environ)
         about = {
             "folder": os.getcwd(), "recipe": str(self.request.recipe), "overrides": self.request.overrides,
-            "world_size": self._world_size, "environ": shared,
+            "world_size": self._world_size, "environ": self._environ(None),
         }  # fmt: skip
         facts, lost = self._ask("facts", {host: about for host in self.hosts})
         rows = [self._row("reachable", dict.fromkeys(facts, good()) | _red(lost, "ssh HOST true must work from here"))]
@@ -60,35 +60,41 @@ class Preflight:
             return rows
         ranks = ranks_of(self.hosts)
         views, refused = self._ask("view", {host: about | {"ranks": ranks[host]} for host in facts})
-        of_config = _red(refused, "look at the message; recipes/plan.py says which plans would do")
-        checks, machine = preflight_checks, preflight_machine
-        rows += [self._row("python", checks.python(facts)), self._row("packages", checks.packages(facts))]
-        if views:
-            rows.append(self._row("code", checks.code(facts, views)))
-            rows.append(self._row("environment", checks.environment(views)))
-        rows.append(self._row("config", (checks.config(views) if views else {}) | of_config))
-        devices = machine.devices(facts, views, self.hosts) if views else {}
-        rows.append(self._row("devices", devices))
-        if any(one["gpus"] for one in facts.values()):
-            rows.append(self._row("gpu health", machine.health(facts, self.hosts)))
+        red_view = _red(refused, "look at the message; recipes/plan.py says which plans would do")
+        devices = preflight_machine.devices(facts, views, self.hosts)
         rows += [
-            self._row("memory", machine.memory(facts, views, self.hosts)),
-            self._row("disk", machine.disk(views)),
-            self._row("/dev/shm", machine.shared_memory(facts, views)),
-            self._row("open files", machine.open_files(facts, world_size=self._world_size)),
+            self._row("python", preflight_checks.python(facts)),
+            self._row("packages", preflight_checks.packages(facts)),
+            self._row("code", preflight_checks.code(facts, views)),
+            self._row("environment", preflight_checks.environment(views)),
+            self._row("config", preflight_checks.config(views) | red_view),
+            self._row("devices", devices),
+            self._row("gpu health", preflight_machine.health(facts, self.hosts)),
+            self._row("memory", preflight_machine.memory(facts, views, self.hosts)),
+            self._row("disk", preflight_machine.disk(views)),
+            self._row("/dev/shm", preflight_machine.shared_memory(facts, views)),
+            self._row("open files", preflight_machine.open_files(facts, world_size=self._world_size)),
+            *self._folders(views),
+            self._row("clock", self._clocks(list(facts))),
         ]
-        rows += self._folders(views)
-        rows.append(self._row("clock", self._clocks(list(facts))))
-        network, answers = self._network(list(facts))
+        network, found = self._network(list(facts))
         rows.append(self._row("network", network))
         if self.rates:
             ready = [host for host in views if network[host].ok and devices[host].ok]
-            rows += self._rates(ready, answers, views)
-        return rows
+            rows += self._rates(ready, found, views)
+        return (
+            rows if any(one["gpus"] for one in facts.values()) else [row for row in rows if row.check != "gpu health"]
+        )
 
     @property
     def _world_size(self) -> int:
         return sum(map(len, self.hosts.values()))
+
+    def _environ(self, interface: str | None) -> dict[str, str]:
+        """Of a rank on a host that meets the others over that interface, as launch/multinode.py gives it."""
+        shared = environment.travelling(os.environ) | environment.of_files(os.environ)
+        chosen = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+        return shared | chosen if self.request.interface is not None else chosen | shared
 
     def _row(self, check: str, cells: Mapping[str, Cell]) -> Row:
         return Row.over(check, list(self.hosts), cells)
@@ -119,7 +125,7 @@ class Preflight:
         rows = []
         for name, knob in FOLDERS.items():
             paths = {host: views[host]["folders"][name] for host in nodes}
-            cells = preflight_checks.shared_folder(name, knob, paths, written, seen, nodes=nodes) if nodes else {}
+            cells = preflight_checks.shared_folder(name, knob, paths, written, seen, nodes=nodes)
             rows.append(self._row(name, cells))
         return rows
 
@@ -133,53 +139,55 @@ class Preflight:
         )
         return {host: cells.get(host, late) for host in hosts}
 
-    def _network(self, alive: Sequence[str]) -> tuple[dict[str, Cell], dict[str, Answer]]:
-        """Every host's way to the others, and rank 0's port: free, and reached from all."""
+    def _network(self, alive: Sequence[str]) -> tuple[dict[str, Cell], dict[str, Mapping[str, Any]]]:
+        """Every host's way to the others, and rank 0's port: free, and reached from all. (cells, what each found)"""
         first = next(iter(self.hosts))
-        orders = look_orders(self.request, alive, self.transport.addresses(alive))
-        answers, problems = self._ask("look", orders)
-        cells = _red(problems, "look at the interface and the route there")
-        if first not in answers:
-            unknown = Cell(None, f"not checked: {first}, where rank 0 would listen, did not answer")
-            return dict.fromkeys(alive, unknown) | cells, {}
-        found = {host: Answer(host, values, None) for host, values in answers.items()}
-        try:
-            master, port = master_of(found[first])
-        except ConfigError as error:
-            unknown = Cell(None, "not checked: rank 0 has no address")
-            return dict.fromkeys(alive, unknown) | cells | _red({first: str(error)}, "unset it"), {}
+        names, given = self.transport.addresses(alive), os.environ.get("MASTER_ADDR")
+        about = {"folder": os.getcwd(), "interface": self.request.interface}
+        orders = {
+            host: about | {
+                "peers": [names[peer] for peer in alive if peer != host],
+                "port": int(os.environ.get("MASTER_PORT", "0")) if host == first else None,
+            }
+            for host in alive
+        }  # fmt: skip
+        found, problems = self._ask("look", orders)
+        if first in found and given is not None:
+            problems |= wrong_address(given, first, found[first]["addresses"])
+        if first not in found or first in problems:
+            unknown = Cell(None, f"not checked: {first}, where rank 0 would listen, has no address and port")
+            return dict.fromkeys(alive, unknown) | _red(problems, "look at the interface and the route there"), {}
+        master, port = given or found[first]["address"], found[first]["port"]
         meeting = {"address": master, "port": port, "seconds": REACH_S}
         knocks = {host: len(found) - 1 if host == first else None for host in found}
         met, missed = self._ask("meet", {host: meeting | {"knocks": knocks[host]} for host in found})
-        about = good(f"rank 0's {master} port {port} is free" + (" and reached" if len(found) > 1 else ""))
-        return cells | dict.fromkeys(met, about) | _red(missed, "open the port"), found
+        reached = good(f"rank 0's {master} port {port} is free" + (" and reached" if len(found) > 1 else ""))
+        return dict.fromkeys(met, reached) | _red(problems | missed, "look at the interface and the route there"), found
 
-    def _rates(
-        self, ready: Sequence[str], answers: Mapping[str, Answer], views: Mapping[str, Mapping[str, Any]]
-    ) -> list[Row]:
-        """Of the hosts that can take part; rank 0's is among them where any can."""
-        if not ready or ready[0] != next(iter(self.hosts)):
+    def _rates(self, ready: Sequence[str], found: Answers, views: Answers) -> list[Row]:
+        """Of the hosts that can take part, where the first one, which the others meet, can."""
+        first = next(iter(self.hosts))
+        if first not in ready:
             return [self._row("matrix rate", {}), self._row("link rate", {})]
         slots = {host: self.hosts[host] for host in ready}
         ranks = ranks_of(slots)
-        master, port = master_of(answers[ready[0]])
-        found = variables(self.request, [answers[host] for host in ready], "preflight")
-        environ = [{name: text for name, text in one.items() if not name.startswith("LAUNCH_")} for one in found]
         about = {
-            "address": master, "port": port, "world_size": sum(map(len, slots.values())), "seconds": RATES_S,
+            "address": os.environ.get("MASTER_ADDR") or found[first]["address"], "port": found[first]["port"],
+            "world_size": sum(map(len, slots.values())), "seconds": RATES_S,
             "probe": {"hosts": [len(slots[host]) for host in ready], "dtype": self.dtype},
         }  # fmt: skip
         orders = {
             host: about | {
-                "environ": environ[number], "ranks": ranks[host], "slots": slots[host], "device": views[host]["device"],
+                "environ": self._environ(found[host]["interface"]), "ranks": ranks[host], "slots": slots[host],
+                "device": views[host]["device"],
             }
-            for number, host in enumerate(ready)
+            for host in ready
         }  # fmt: skip
         values, problems = self._ask("rates", orders, timeout_s=RATES_S + 15)
         if problems:
             red = _red(problems, "run launch/multinode.sh with recipes/probe.py on these hosts to see all of it")
             return [self._row("matrix rate", red), self._row("link rate", {})]
-        measured = values[ready[0]]["found"]
+        measured = values[first]["found"]
         flops = {host: [measured["matrix"][rank] for rank in ranks[host]] for host in ready}
         edges = {(ready[a], ready[b]): rate for a, b, rate in measured["links"]}
         alone = dict.fromkeys(ready, good("one host"))
@@ -196,6 +204,14 @@ def ranks_of(slots: Slots) -> dict[str, list[int]]:
         found[host] = list(range(first, first + len(of_host)))
         first += len(of_host)
     return found
+
+
+def wrong_address(given: str, first: str, interfaces: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The problem with MASTER_ADDR, where it is an address and not the first host's."""
+    mine = [one for ones in interfaces.values() for one in ones]
+    if given in mine or not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", given):
+        return {}
+    return {first: f"MASTER_ADDR={given} is no address of it; unset it, or give one of {', '.join(mine)}"}
 
 
 def _red(problems: Mapping[str, str], remedy: str) -> dict[str, Cell]:

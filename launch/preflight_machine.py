@@ -32,10 +32,12 @@ THROTTLED = {
 
 
 def devices(facts: Answers, views: Answers, slots: Slots) -> dict[str, Cell]:
-    """As many as the hostfile says, of one kind and model."""
+    """As many as the hostfile says, of one kind and model. Without nvidia-smi a model is not known."""
     kinds = {host: view["device"] for host, view in views.items()}
     usual = norm(kinds.values())
-    models = {host: _models(facts[host], slots[host]) for host in views if kinds[host] == "cuda"}
+    models = {
+        host: _models(facts[host], slots[host]) for host in views if kinds[host] == "cuda" and facts[host]["gpus"]
+    }
     model = norm(models.values()) if models else ""
     cells = {}
     for host in views:
@@ -62,7 +64,9 @@ def _models(facts: Mapping[str, Any], slots: Sequence[int]) -> str:
     return " and ".join(sorted(names))
 
 
-def _gpus(facts: Mapping[str, Any], view: Mapping[str, Any], slots: Sequence[int], mine: str, usual: str) -> Cell:
+def _gpus(
+    facts: Mapping[str, Any], view: Mapping[str, Any], slots: Sequence[int], mine: str, usual: str | None
+) -> Cell:
     if facts["gpu_problem"] is not None:
         return wrong(
             facts["gpu_problem"], "look at the driver there (dmesg | grep NVRM); reboot it, or leave it out (-e)"
@@ -73,7 +77,7 @@ def _gpus(facts: Mapping[str, Any], view: Mapping[str, Any], slots: Sequence[int
         return wrong(
             text, "give it the slots that it has in the hostfile (or -i); look for a GPU that fell off the bus"
         )
-    if mine != usual:
+    if mine and mine != usual:
         return wrong(f"{mine} here, {usual} on most", "leave this host out (-e): the slowest device sets the pace")
     return good(mine or "cuda")
 
@@ -150,7 +154,8 @@ def disk(views: Answers) -> dict[str, Cell]:
 
     def told(view: Mapping[str, Any]) -> tuple[int, str]:
         count, each = view["needs"]["checkpoints"], view["needs"]["checkpoint_bytes"]
-        return count * each, f"{count} checkpoint{'s' * (count != 1)} of {size(each)} take {size(count * each)}"
+        plural = "s of {} take" if count != 1 else " of {} takes"
+        return count * each, f"{count} checkpoint{plural.format(size(each))} {size(count * each)}"
 
     return enough(
         {host: view["free"] for host, view in views.items()},
