@@ -47,7 +47,7 @@ def pairings(hosts: int, *, most: int) -> list[list[tuple[int, int]]]:
     """Rounds of disjoint pairs, every two hosts at most once: a round-robin tournament by the circle method."""
     places = list(range(hosts)) + [-1] * (hosts % 2)
     rounds = []
-    for _ in range(min(most, len(places) - 1)):
+    for _ in range(min(most, len(places) - 1) if hosts > 1 else 0):
         half = len(places) // 2
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
         rounds.append([pair for pair in pairs if -1 not in pair])

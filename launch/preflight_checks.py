@@ -129,7 +129,7 @@ def shared_folder(
     most, others = usual(paths)
     failed = {host: written[host]["problems"][name] for host in paths if name in written[host]["problems"]}
     sees = {
-        host: frozenset(nodes) - failed.keys() - {nodes[number] for number in seen[host]["unseen"][name]}
+        host: frozenset(nodes).difference(failed, (nodes[number] for number in seen[host]["unseen"][name]))
         for host in paths
     }
     meeting = norm(sees[host] for host in paths if host not in failed) or frozenset()

@@ -35,10 +35,8 @@ def devices(facts: Answers, views: Answers, slots: Slots) -> dict[str, Cell]:
     """As many as the hostfile says, of one kind and model. Without nvidia-smi a model is not known."""
     kinds = {host: view["device"] for host, view in views.items()}
     usual = norm(kinds.values())
-    models = {
-        host: _models(facts[host], slots[host]) for host in views if kinds[host] == "cuda" and facts[host]["gpus"]
-    }
-    model = norm(models.values()) if models else ""
+    models = {host: _models(facts[host], slots[host]) for host, kind in kinds.items() if kind == "cuda"}
+    model = norm(name for name in models.values() if name)
     cells = {}
     for host in views:
         if kinds[host] != usual:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 
 from launch.preflight_table import Cell, good, wrong
 
@@ -13,7 +13,8 @@ Edges = Mapping[tuple[str, str], float]  # (from, to) -> bytes/s
 
 
 def slow(rate: float, others: Sequence[float]) -> bool:
-    return bool(others) and rate < (1 - WITHIN) * median(others)
+    """The lower one of two medians: of three, a fast one does not make the others slow."""
+    return bool(others) and rate < (1 - WITHIN) * median_low(others)
 
 
 def matrix(rates: Mapping[str, Sequence[float]], slots: Mapping[str, Sequence[int]]) -> dict[str, Cell]:
@@ -26,7 +27,7 @@ def matrix(rates: Mapping[str, Sequence[float]], slots: Mapping[str, Sequence[in
         if not slow(rate, others):
             fine.append(rate)
         elif host not in cells or rate < min(rates[host][:place]):
-            text = f"{_flops(rate)} on slot {slots[host][place]}, the others' median is {_flops(median(others))}"
+            text = f"{_flops(rate)} on slot {slots[host][place]}, the others' median is {_flops(median_low(others))}"
             remedy = "see who else computes there (top, nvidia-smi), and its cooling, power and cores a rank; or -e"
             cells[host] = wrong(text, remedy)
     about = good(f"{_flops(min(fine))} to {_flops(max(fine))} a rank" if fine else "")
@@ -46,7 +47,9 @@ def links(edges: Edges) -> dict[str, Cell]:
         for host, rate in rates.items():
             others = [other for name, other in rates.items() if name != host]
             if slow(rate, others):
-                told.setdefault(host, f"{way} at most {_bytes(rate)}, the others' median is {_bytes(median(others))}")
+                told.setdefault(
+                    host, f"{way} at most {_bytes(rate)}, the others' median is {_bytes(median_low(others))}"
+                )
     for (sender, receiver), rate in edges.items():
         if slow(rate, [min(gives[sender], takes[receiver])]):
             text = (
