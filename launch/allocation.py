@@ -32,7 +32,10 @@ class Srun:
 
 
 def as_hostfile(environ: Mapping[str, str] = os.environ) -> str:
-    """A line `NAME slots=RANKS` a host: as many ranks as it gives GPUs, else tasks. ConfigError outside of one."""
+    """A line `NAME slots=RANKS` a host: as many ranks as it gives GPUs, else tasks. ConfigError outside of one.
+
+    Where nobody asked for a number of tasks, SLURM_TASKS_PER_NODE may be that of the CPUs: one rank a host.
+    """
     names = environ.get("SLURM_JOB_NODELIST")
     if names is None:
         raise ConfigError(
@@ -46,8 +49,11 @@ def as_hostfile(environ: Mapping[str, str] = os.environ) -> str:
     if done.returncode != 0:
         raise ConfigError([f"--slurm: {' '.join(command)}: {done.stderr.strip()}"])
     hosts = done.stdout.split()
-    gpus = environ.get("SLURM_GPUS_ON_NODE")
-    slots = [int(gpus)] * len(hosts) if gpus else counts(environ.get("SLURM_TASKS_PER_NODE", "1"))
+    asked = "SLURM_NTASKS" in environ or "SLURM_NTASKS_PER_NODE" in environ
+    if gpus := environ.get("SLURM_GPUS_ON_NODE"):
+        slots = [int(gpus)] * len(hosts)
+    else:
+        slots = counts(environ["SLURM_TASKS_PER_NODE"]) if asked else [1] * len(hosts)
     if len(slots) != len(hosts):
         raise ConfigError([f"--slurm: {len(hosts)} hosts ({names}) but tasks of {len(slots)}; ask for tasks by node"])
     return "".join(f"{host} slots={count}\n" for host, count in zip(hosts, slots, strict=True))

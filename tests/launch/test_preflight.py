@@ -234,7 +234,9 @@ def test_inside_an_allocation_its_hosts_are_asked_through_srun(call, tmp_path, m
     monkeypatch.setenv("PATH", f"{fake}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
     code, out, _ = call("--quick", "--slurm", "-i", "n2", *RUN)
     assert code == 0 and out.startswith("2 ranks on n2, each: ")
     assert out.splitlines()[1].startswith("srun --nodelist=HOST --nodes=1 --ntasks=1 --overlap ")
@@ -244,6 +246,8 @@ def test_inside_an_allocation_its_hosts_are_asked_through_srun(call, tmp_path, m
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
     with pytest.raises(ConfigError, match=r"2 hosts .* but tasks of 1"):
         allocation.as_hostfile()
+    monkeypatch.delenv("SLURM_NTASKS")  # sbatch -N 2: the tasks are CPUs that nobody asked for
+    assert allocation.as_hostfile() == "n1 slots=1\nn2 slots=1\n"
 
 
 def test_counts_of_tasks_are_expanded():
