@@ -4,7 +4,7 @@
     view      what a rank there would make of the command line: its config, folders and needs of memory and disk
     write     leave a token in the shared folders; read: all hosts' tokens; clear: take it away again
     clock     a line `time SECONDS` for each line that comes in
-    rates     run this host's ranks of engine/probe_hosts.py
+    rates     run this host's ranks of the probe (check_rates.py)
     look, meet: launch/on_host.py's
 
 Each runs in the environment that a rank there would have. `facts` imports nothing but Python's own library, so that it
@@ -21,7 +21,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -175,54 +174,14 @@ def clock() -> None:
         print("time", time.time(), flush=True)
 
 
-def rates(order: dict[str, Any]) -> dict[str, Any]:
-    """{"found": ...} on the first host; no process is left after order["seconds"]."""
-    from conf.cli import share_cores
-
-    deadline = time.monotonic() + order["seconds"]
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(order["ranks"]))
-    share_cores(order["device"])
-    command = [sys.executable, "-m", "engine.probe_hosts", json.dumps(order["probe"])]
-    shared = os.environ | {
-        "WORLD_SIZE": str(order["world_size"]),
-        "MASTER_ADDR": order["address"],
-        "MASTER_PORT": str(order["port"]),
-    }
-    if order["device"] == "cuda":
-        shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order["slots"]))
-    started = []
-    for local, rank in enumerate(order["ranks"]):
-        environ = shared | {"RANK": str(rank), "LOCAL_RANK": str(local)}
-        rank_process = subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
-        )  # fmt: skip
-        started.append(rank_process)
-    try:
-        said = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in started]
-    except subprocess.TimeoutExpired:
-        return {"problem": f"its ranks did not end within {order['seconds']:g} s"}
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    for process, (_, errors) in zip(started, said, strict=True):
-        if process.returncode != 0:
-            last = errors.strip().splitlines()[-1:] or [f"code {process.returncode}"]
-            return {"problem": f"a rank failed: {last[0]}"}
-    return {"found": json.loads(said[0][0].strip().splitlines()[-1])} if order["ranks"][0] == 0 else {}
-
-
-def on_host(verb: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    from launch import on_host  # it needs psutil
-
-    return {"look": on_host.look, "meet": on_host.meet}[verb]
-
-
 def answer(verb: str, order: dict[str, Any]) -> dict[str, Any]:
-    verbs = {"facts": facts, "view": view, "write": write, "read": read, "clear": clear, "rates": rates}
-    return (verbs[verb] if verb in verbs else on_host(verb))(order)
+    verbs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]
+    verbs = {"facts": facts, "view": view, "write": write, "read": read, "clear": clear}
+    if verb not in verbs:
+        from launch import check_rates, on_host  # they need packages
+
+        verbs = {"look": on_host.look, "meet": on_host.meet, "rates": check_rates.rates}
+    return verbs[verb](order)
 
 
 def in_the_ranks_environment(verb: str, order: dict[str, Any]) -> int:

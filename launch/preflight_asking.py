@@ -27,6 +27,7 @@ VERBS = ("facts", "view", "look", "meet", "write", "read", "clear", "clock", "ra
 FOLDERS = {"run folder": "run.dir", "corpus folder": "data.cache_dir"}
 EXCHANGES, CLOCK_WAIT_S = 5, 20.0
 RATES_S = 45.0  # for all of them, start of the ranks included
+TOGETHER_S = 0.5  # problems of two hosts within it: either may be the cause
 
 
 class Transport(Protocol):
@@ -183,11 +184,12 @@ class Preflight:
             }
             for host in ready
         }  # fmt: skip
-        values, problems = self._ask("rates", orders, timeout_s=RATES_S + 15)
+        answers = self.transport.call("rates", orders, timeout_s=RATES_S + 15)
+        problems = first_problems(answers)
         if problems:
             red = _red(problems, "run launch/multinode.sh with recipes/probe.py on these hosts to see all of it")
             return [self._row("matrix rate", red), self._row("link rate", {})]
-        measured = values[first]["found"]
+        measured = next(one.values["found"] for one in answers if one.host == first)
         flops = {host: [measured["matrix"][rank] for rank in ranks[host]] for host in ready}
         edges = {(ready[a], ready[b]): rate for a, b, rate in measured["links"]}
         alone = dict.fromkeys(ready, good("one host"))
@@ -195,6 +197,16 @@ class Preflight:
             self._row("matrix rate", preflight_rates.matrix(flops, slots)),
             self._row("link rate", preflight_rates.links(edges) if edges else alone),
         ]
+
+
+def first_problems(answers: Sequence[Answer]) -> dict[str, str]:
+    """Of the ranks: when those of one host fail the others lose it, so that who is later is no cause."""
+    failed = {one.host: one.values.get("after", float("inf")) for one in answers if one.problem is not None}
+    return {
+        one.host: one.problem
+        for one in answers
+        if one.problem is not None and failed[one.host] <= min(failed.values()) + TOGETHER_S
+    }
 
 
 def ranks_of(slots: Slots) -> dict[str, list[int]]:

@@ -14,7 +14,7 @@ import pytest
 
 from conf.load import ConfigError
 from launch import allocation, check_host, multinode, preflight
-from launch.preflight_asking import Preflight, clock_of, ranks_of
+from launch.preflight_asking import Preflight, clock_of, first_problems, ranks_of
 from launch.preflight_table import Row
 from launch.remote import Answer
 
@@ -159,6 +159,15 @@ def test_an_address_that_is_not_the_first_hosts_is_told(found, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
     cell = found(Played())["network"].cells["w0"]
     assert cell.text == "MASTER_ADDR=10.9.9.9 is no address of it" and "10.0.0.1" in cell.remedy
+
+
+def test_of_ranks_that_fail_the_first_are_told_and_not_those_that_lose_them():
+    def failed(host: str, after: float | None) -> Answer:
+        return Answer(host, {} if after is None else {"after": after}, f"{host} failed")
+
+    answers = [failed("a", 3.0), Answer("b", {}, None), failed("c", 2.4), failed("d", 2.0), failed("e", None)]
+    assert first_problems(answers) == {"c": "c failed", "d": "d failed"}
+    assert first_problems([failed("e", None)]) == {"e": "e failed"} and first_problems(answers[1:2]) == {}
 
 
 def test_ranks_are_counted_in_the_order_of_the_hostfile():
