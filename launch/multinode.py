@@ -13,9 +13,10 @@ import re
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from launch.watch import Job, run
 
 REACH_S = 5.0  # for the port of rank 0
 USAGE = (
-    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES..."
+    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--preflight] "
+    "RECIPE OVERRIDES..."
 )
 
 
@@ -45,18 +47,19 @@ class Request:
     interface: str | None
     recipe: Path
     overrides: tuple[str, ...]
+    more: Mapping[str, str] = field(default_factory=dict)  # options that not all who take the others have
 
 
-def parse(argv: Sequence[str]) -> Request:
-    """Options may stand before and after HOSTFILE; all behind RECIPE is the recipe's."""
-    long = ["include=", "exclude=", "ssh_port=", "interface="]
+def parse(argv: Sequence[str], *, more: Sequence[str] = ("preflight",), usage: str = USAGE) -> Request:
+    """Options may stand before and after HOSTFILE; all behind RECIPE is the recipe's. more: as getopt takes them."""
+    long = ["include=", "exclude=", "ssh_port=", "interface=", *more]
     try:
         before, rest = getopt.getopt(argv, "i:e:p:", long)
         after, words = getopt.getopt(rest[1:], "i:e:p:", long)
     except getopt.GetoptError as error:
-        raise ConfigError([f"{error}; {USAGE}"]) from None
+        raise ConfigError([f"{error}; {usage}"]) from None
     if not words:
-        raise ConfigError([USAGE])
+        raise ConfigError([usage])
     names = {"-i": "--include", "-e": "--exclude", "-p": "--ssh_port"}
     given = {names.get(name, name): value for name, value in [*before, *after]}
     port = given.get("--ssh_port")
@@ -69,6 +72,7 @@ def parse(argv: Sequence[str]) -> Request:
     return Request(
         Path(rest[0]).absolute(), given.get("--include", ""), given.get("--exclude", ""), port,
         given.get("--interface"), recipe, tuple(overrides),
+        {name: given[f"--{name}"] for name in (one.rstrip("=") for one in more) if f"--{name}" in given},
     )  # fmt: skip
 
 
@@ -219,8 +223,15 @@ def say_that_a_mask_stays() -> None:
 
 
 def main() -> int:
+    argv = sys.argv[1:]
     try:
-        return launch_run(parse(sys.argv[1:]))
+        request = parse(argv)
+        if "preflight" in request.more:
+            argv.remove("--preflight")
+            code = subprocess.run([str(ROOT / "launch" / "preflight.sh"), *argv]).returncode
+            if code != 0:
+                return 2 if code == 1 else code  # what is red is refused as a bad configuration is
+        return launch_run(request)
     except ConfigError as error:
         print("\n".join(f"launch/multinode.sh: {line}" for line in error.problems), file=sys.stderr)
         return 2

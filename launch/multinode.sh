@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run a recipe on the hosts of a hostfile, through DeepSpeed's launcher over pdsh and ssh:
 #
-#     launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES...
+#     launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--preflight] RECIPE OVERRIDES...
 #
 # HOSTFILE: lines `NAME slots=RANKS`. -i, -e: what of it to use, or to leave out: w0@w1:0,2. -p: where sshd listens.
 # The hosts share the folder that you call from and this repository with its .venv, under the same paths; ssh reaches
@@ -12,6 +12,8 @@
 # host anything, and stops. Overrides arrive as typed. So does the environment that launch/environment.py lists (WANDB_*,
 # HF_*, NCCL_*, ...) and the lines NAME=VALUE of .deepspeed_env here and at home, whatever the values; they are on no
 # command line, and in no file that outlives the start.
+#
+# --preflight: launch/preflight.sh first, and no start where it finds something wrong.
 #
 # resume=auto unless the overrides say otherwise. Ctrl-C, SIGTERM or SIGUSR1 once: the step is finished, a checkpoint is
 # saved, code 75; twice: the ranks are ended at once.
