@@ -6,6 +6,7 @@ Not here: what a host does with it (on_host.py).
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -16,8 +17,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-# After these seconds of silence (15 x 4) a host counts as lost: ssh alone would wait for ever.
-PATIENCE = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+CONNECT_S = 10  # longest wait for a host's sshd
+
+
+def patience(lost_after_s: float) -> str:
+    """ssh's options with which a silent host ends a connection: ssh alone would wait for ever."""
+    return f"-o BatchMode=yes -o ConnectTimeout={CONNECT_S} " + (
+        f"-o ServerAliveInterval={math.ceil(lost_after_s / 4)} -o ServerAliveCountMax=4"
+    )
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,15 @@ class Ssh:
         with ThreadPoolExecutor(max_workers=len(orders)) as pool:  # at once, as some wait for others
             return list(pool.map(lambda host: self._one(host, verb, orders[host], timeout_s), orders))
 
-    def _one(self, host: str, verb: str, order: Mapping[str, Any], timeout_s: float) -> Answer:
+    def command(self, host: str, verb: str) -> list[str]:
+        """The command line that lets a host do what it is told on stdin."""
         there = shlex.join([sys.executable, str(ROOT / "launch" / "on_host.py"), verb])
-        command = ["ssh", *self.options.split(), host, there]
+        return ["ssh", *self.options.split(), host, there]
+
+    def _one(self, host: str, verb: str, order: Mapping[str, Any], timeout_s: float) -> Answer:
         try:
             done = subprocess.run(
-                command, input=json.dumps(order), capture_output=True, text=True, timeout=timeout_s,
+                self.command(host, verb), input=json.dumps(order), capture_output=True, text=True, timeout=timeout_s,
                 start_new_session=True,  # a Ctrl-C is for the ranks, not for this call
             )  # fmt: skip
             said = done.stderr.strip().splitlines()
