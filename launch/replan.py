@@ -157,10 +157,10 @@ def _split(config: Config, hosts: Slots, tp: int, pp: int, schedule: Schedule, r
     """The config with these degrees; the micro-batch no larger than it was, as large as the global batch allows."""
     train, own = config.train, config.parallel
     samples = train.global_batch_size // max(1, ranks(hosts) // (tp * pp))
-    size = max((n for n in range(1, train.micro_batch_size + 1) if samples % n == 0), default=train.micro_batch_size)
+    micro_batch = max((n for n in range(1, train.micro_batch_size + 1) if samples % n == 0), default=1)
     cut = own.stages if own.stages == "profile" or (pp, schedule) == (own.pp, own.schedule) else None
     parallel = replace(own, tp=tp, pp=pp, schedule=schedule, recompute=recompute, stages=cut)
-    return replace(_on(config, hosts), parallel=parallel, train=replace(train, micro_batch_size=size))
+    return replace(_on(config, hosts), parallel=parallel, train=replace(train, micro_batch_size=micro_batch))
 
 
 def _changed(config: Config, chosen: Config, hosts: Slots, *, device: str, chosen_by: str, why: str) -> Planned:
