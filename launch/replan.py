@@ -83,7 +83,9 @@ def _fastest(config: Config, hosts: Slots, *, device: str) -> Planned:
     limit = config.cluster.memory_per_device
     found: list[tuple[float, Slots, Candidate]] = []
     smallest: list[int] = []
-    inside = _first(hosts, ranks(hosts), multiple=config.parallel.tp)  # slots that keep the configured tensor axis inside
+    inside = _first(
+        hosts, ranks(hosts), multiple=config.parallel.tp
+    )  # slots that keep the configured tensor axis inside
     for pool in [hosts, inside] if inside and inside != hosts else [hosts]:
         here: list[tuple[float, Slots, Candidate]] = []
         for world in range(ranks(pool), 0, -1):

@@ -70,7 +70,6 @@ def run(config: Config, first: Slots, policy: Policy, *, ask: Callable[[], Asked
             story.add(*start(now, [*story.overrides(policy.overrides), *now.overrides], number, record), now)
         except ConfigError as error:  # a host went between the question and the start
             say("; ".join(error.problems))
-    story.end_left()
     return story.last.code
 
 
@@ -150,7 +149,7 @@ class History:
 
     def next(self, asked: Asked, policy: Policy, number: int) -> tuple[Planned, dict[str, Any]]:
         """The plan of a restart and its record. ConfigError where there is none."""
-        self.end_left()
+        self.end_left(asked.answering)
         hosts = pick(asked.hosts, answering=asked.answering, count=policy.hosts, failures=self.failures)
         silent = "; ".join(asked.why_not)
         if not hosts:
@@ -168,10 +167,14 @@ class History:
         )
         return now, self._record(now, number, policy.restarts, asked.silent, asked.device)
 
-    def end_left(self) -> None:
-        """Hosts that were out of reach may be back."""
-        tried = [(job, end_left(job, hosts)) for job, hosts in self.left]
-        self.left = [(job, hosts) for job, hosts in tried if hosts]
+    def end_left(self, answering: Sequence[str]) -> None:
+        """On hosts that were out of reach and are back."""
+        kept = []
+        for job, hosts in self.left:
+            back = [host for host in hosts if host in answering]
+            away = [host for host in hosts if host not in answering] + (end_left(job, back) if back else [])
+            kept += [(job, away)] if away else []
+        self.left = kept
 
     def overrides(self, given: Sequence[str]) -> list[str]:
         """The user's, made to go on with the run that was begun."""

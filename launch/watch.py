@@ -91,19 +91,20 @@ class Ended:
     unreached: list[str] = field(default_factory=list)
     why: str = ""
     first_failure: float = float("inf")
+    is_cut: bool = False  # ended from here: what fails from then on does so for that
 
     @property
     def culprits(self) -> list[str]:
         """Hosts that ended the run, as far as codes tell: the peers of a lost rank leave with 1, as after any error."""
-        gone = [*self.lost, *(host for host, code in self.failed.items() if code == LOST)]
-        return gone or [host for host, code in self.failed.items() if code != 1]
+        gone = dict.fromkeys([*self.lost, *(host for host, code in self.failed.items() if code == LOST)])
+        return list(gone) or [host for host, code in self.failed.items() if code != 1]
 
     @property
     def is_host_lost(self) -> bool:
         return bool(self.lost) or LOST in self.failed.values()
 
     def fail(self, host: str, code: int) -> None:
-        if host not in self.failed:
+        if host not in self.failed and not self.is_cut:
             self.failed[host] = code
             self.first_failure = min(self.first_failure, time.monotonic())
 
@@ -128,7 +129,8 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> Ended:
                 reader.start()
                 seen.code = _wait(job, launcher, seen, guards)
             finally:
-                finished = _end(job, seen, early=launcher is not None and launcher.poll() is None)
+                seen.is_cut = launcher is not None and launcher.poll() is None
+                finished = _end(job, seen, early=seen.is_cut)
     finally:
         if launcher is not None:
             _end_here(launcher)
