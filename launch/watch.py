@@ -72,6 +72,8 @@ class Job:
 
     def named(self, host: str) -> str:
         """A host with its ranks, for the reader."""
+        if host not in self.hosts:  # pdsh's name for it, where nothing in the hostfile is like it
+            return f"host {host}"
         number = self.hosts.index(host)
         last = list(accumulate(self.slots))[number] - 1
         first = last - self.slots[number] + 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.hosts import Host, Hosts
-from tests.cluster.runs import BIN, MULTINODE, PRETRAIN, TINY, environ, losses
+from tests.cluster.runs import BIN, MULTINODE, PRETRAIN, SHOWS, TINY, environ, losses
 from tests.engine.launched import FAULTY, events_of, steps_of, wait_for
 from tests.engine.launched import finish as finish_here
 
@@ -199,8 +199,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("codes", "attempts"),
     [
-        ("3-4-5", 3),  # the budget is used up: the last one's code
         ("3-75", 2),  # stopped on request
+        pytest.param("3-4-5", 3, marks=pytest.mark.slow),  # the budget is used up: the last one's code
         pytest.param("2", 1, marks=pytest.mark.slow),
         pytest.param("76", 1, marks=pytest.mark.slow),
         pytest.param("143", 1, marks=pytest.mark.slow),
@@ -218,8 +218,6 @@ def test_final_codes_are_never_started_again_and_the_last_code_reaches_the_calle
 
 
 def test_a_script_that_is_killed_leaves_no_rank_on_any_host(four, tmp_path):
-    from tests.cluster.runs import SHOWS
-
     (tmp_path / "hostfile").write_text("w0 slots=1\nw1 slots=1\n")
     command = [MULTINODE, "hostfile", "--lost-after", "5", SHOWS, "parallel=tp1_pp2", "run.experiment=waits"]
     started = four[2].start(command, folder=tmp_path, output=tmp_path / "output.txt", environ=environ(four))
