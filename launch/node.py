@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import getopt
 import hashlib
 import json
 import os
@@ -27,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.hostfile import Slots
 from conf.load import ConfigError
-from launch import environment, meeting, multinode, on_host
+from launch import environment, meeting, on_host
+from launch.ask import check_address
 from launch.remote import ROOT
+from launch.request import Request, check_given, choose_hosts, composed, require_plan
+from launch.request import parse as parse_request
 from launch.slurm_names import expand_counts
 from launch.watch import GRACE_S, STOP_CODES, UNHANDLED
 
@@ -50,7 +52,7 @@ AS_USUAL = (
 class Node:
     """The command line. number: its --node_rank, where it has one."""
 
-    request: multinode.Request
+    request: Request
     number: int | None
     wait_s: float
 
@@ -67,21 +69,14 @@ class Part:
 
 
 def parse(argv: Sequence[str]) -> Node:
-    long = ["include=", "exclude=", "interface=", "node_rank=", "wait="]
-    try:
-        before, rest = getopt.getopt(argv, "i:e:", long)
-        after, words = getopt.getopt(rest[1:], "i:e:", long)
-    except getopt.GetoptError as error:
-        raise ConfigError([f"{error}; {USAGE}"]) from None
-    if not words:
-        raise ConfigError([USAGE])
-    given = dict([*before, *after])
-    number, wait = given.pop("--node_rank", None), given.pop("--wait", DEFAULT_WAIT_S)
+    request = parse_request(argv, usage=USAGE, more=("node_rank=", "wait="))
+    number, wait = request.more.get("node_rank"), request.more.get("wait", DEFAULT_WAIT_S)
+    if request.ssh_port is not None:
+        raise ConfigError([f"-p {request.ssh_port}: no ssh is used here; leave it out"])
     if number is not None and not number.isdigit():
         raise ConfigError([f"--node_rank {number} is not a number; give the host's line in the hostfile, from 0"])
     if not wait.isdigit():
         raise ConfigError([f"--wait {wait} is not a number of seconds"])
-    request = multinode.parse([*(word for pair in given.items() for word in pair), rest[0], *words])
     return Node(request, None if number is None else int(number), float(wait))
 
 
@@ -118,7 +113,7 @@ def place(
     if "problem" in seen:
         raise ConfigError([f"host {names[number]}: {seen['problem']}"])
     if number == 0 and given is not None:
-        multinode.check_address(given, seen["addresses"], names[0])
+        check_address(given, seen["addresses"], names[0])
     met = meet(node, hosts, number, master=given or names[0], port=port)
     address, interface = seen["address"], seen["interface"]
     if met.links and named is None:
@@ -143,7 +138,7 @@ def devices(slots: Sequence[int], environ: Mapping[str, str]) -> list[str]:
     return ["env", f"CUDA_VISIBLE_DEVICES={','.join(mask[slot] for slot in slots)}"]
 
 
-def command_of(request: multinode.Request, hosts: Slots, number: int, *, master: str, port: str) -> list[str]:
+def command_of(request: Request, hosts: Slots, number: int, *, master: str, port: str) -> list[str]:
     kept = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
     command = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--hostfile", str(request.hostfile)]
     command += ["--include", kept] if request.include or request.exclude else []
@@ -154,8 +149,9 @@ def command_of(request: multinode.Request, hosts: Slots, number: int, *, master:
 def launch_part(node: Node) -> int:
     check_started_once()
     request = node.request
-    hosts = multinode.choose_hosts(request)
-    multinode.check_given()
+    hosts = choose_hosts(request)
+    require_plan(composed(request.overrides), hosts)
+    check_given()
     number, names = which(node, hosts), list(hosts)
     given, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", DEFAULT_PORT)
     rank = [*devices(hosts[names[number]], os.environ), sys.executable, "-u", str(request.recipe), *request.overrides]

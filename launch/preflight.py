@@ -17,12 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf import hostfile
-from conf.cli import compose_config, parse_flags
-from conf.load import ConfigError, range_problems
-from launch import allocation, multinode
+from conf.load import ConfigError
+from launch import allocation
 from launch.preflight_asking import VERBS, Preflight, Transport
 from launch.preflight_table import as_json, text
-from launch.remote import PATIENCE, Ssh
+from launch.remote import Ssh, ssh_options
+from launch.request import Request, check_given, choose_hosts, composed, require_plan
+from launch.request import parse as parse_request
+from launch.watch import LOST_AFTER_S
 from parallel import rules
 
 MORE = ("quick", "json=")
@@ -33,24 +35,20 @@ USAGE = (
 SCRIPT = "check_host.py"
 
 
-def parse(argv: Sequence[str]) -> multinode.Request:
+def parse(argv: Sequence[str]) -> Request:
     """As launch/multinode.sh does, with MORE options."""
-    request = multinode.parse(argv, more=MORE, usage=USAGE)
+    request = parse_request(argv, usage=USAGE, more=MORE)
     target = request.more.get("json")
     if target is not None and not Path(target).absolute().parent.is_dir():
         raise ConfigError([f"--json {target}: there is no folder {Path(target).absolute().parent}; make it"])
     return request
 
 
-def choose(request: multinode.Request) -> tuple[hostfile.Slots, str]:
+def choose(request: Request) -> tuple[hostfile.Slots, str]:
     """The hosts, and the dtype that ranks compute in. ConfigError where the plan cannot be, whatever the hosts are."""
-    hosts = hostfile.chosen(hostfile.read(request.hostfile), include=request.include, exclude=request.exclude)
-    flags = parse_flags(request.overrides)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir)
-    problems = range_problems(config)
-    if not problems:
-        problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
-        problems = rules.problems(config, world_size=ranks(hosts), device=None) if problem is None else [problem]
+    hosts, config = choose_hosts(request), composed(request.overrides)
+    require_plan(config, hosts)
+    problems = rules.problems(config, world_size=ranks(hosts), device=None)
     if problems:
         raise ConfigError(problems)
     return hosts, config.precision.dtype.value
@@ -60,16 +58,9 @@ def ranks(hosts: hostfile.Slots) -> int:
     return sum(map(len, hosts.values()))
 
 
-def ssh(request: multinode.Request) -> Ssh:
-    """With the options that launch/multinode.sh takes."""
-    port = f"-p {request.ssh_port}" if request.ssh_port else ""
-    given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return Ssh(" ".join(option for option in (given, port, PATIENCE) if option), SCRIPT)
-
-
-def check(request: multinode.Request, transport: Transport) -> int:
+def check(request: Request, transport: Transport) -> int:
     hosts, dtype = choose(request)
-    multinode.check_given()
+    check_given()
     verbs = [verb for verb in VERBS if verb != "rates" or "quick" not in request.more]
     print(f"{ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *request.overrides])}")
     print(f"{shlex.join(transport.command('HOST', 'VERB'))} for {', '.join(verbs)}", flush=True)
@@ -88,12 +79,13 @@ def main() -> int:
     try:
         if "--slurm" not in argv:
             request = parse(argv)
-            return check(request, ssh(request))
+            return check(request, Ssh(ssh_options(request.ssh_port, lost_after_s=LOST_AFTER_S), SCRIPT))
         with tempfile.TemporaryDirectory() as folder:  # the allocation takes the place of a hostfile
             path = Path(folder) / "allocation"
-            path.write_text(allocation.as_hostfile())
             argv[argv.index("--slurm")] = str(path)
-            return check(parse(argv), allocation.Srun(SCRIPT))
+            request = parse(argv)
+            path.write_text(allocation.as_hostfile(composed(request.overrides)))
+            return check(request, allocation.Srun(SCRIPT))
     except ConfigError as error:
         print("\n".join(f"launch/preflight.sh: {line}" for line in error.problems), file=sys.stderr)
         return 2

@@ -7,7 +7,6 @@ mean (preflight_checks.py and beside).
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import subprocess
 import threading
@@ -17,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from conf.hostfile import Slots
+from conf.load import ConfigError
 from launch import environment, preflight_checks, preflight_machine, preflight_rates
-from launch.multinode import REACH_S, Request
+from launch.ask import REACH_S, check_address
 from launch.preflight_checks import Answers
 from launch.preflight_table import Cell, Row, good, wrong
 from launch.remote import Answer, at_once
+from launch.request import Request
 
 VERBS = ("facts", "view", "look", "meet", "write", "read", "clear", "clock", "rates")
 FOLDERS = {"run folder": "run.dir", "corpus folder": "data.cache_dir"}
@@ -94,8 +95,7 @@ class Preflight:
     def _environ(self, interface: str | None) -> dict[str, str]:
         """Of a rank on a host that meets the others over that interface, as launch/multinode.py gives it."""
         shared = environment.travelling(os.environ) | environment.of_files(os.environ)
-        chosen = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-        return shared | chosen if self.request.interface is not None else chosen | shared
+        return environment.with_network(shared, interface, named=self.request.interface is not None)
 
     def _row(self, check: str, cells: Mapping[str, Cell]) -> Row:
         return Row.over(check, list(self.hosts), cells)
@@ -154,7 +154,10 @@ class Preflight:
         }  # fmt: skip
         found, problems = self._ask("look", orders)
         if first in found and given is not None:
-            problems |= wrong_address(given, first, found[first]["addresses"])
+            try:
+                check_address(given, found[first]["addresses"], first)
+            except ConfigError as error:
+                problems[first] = f"{error.problems[0]}; unset it, or give one of these"
         if first not in found or first in problems:
             unknown = Cell(None, f"not checked: {first}, where rank 0 would listen, has no address and port")
             return dict.fromkeys(alive, unknown) | _red(problems, "look at the interface and the route there"), {}
@@ -216,14 +219,6 @@ def ranks_of(slots: Slots) -> dict[str, list[int]]:
         found[host] = list(range(first, first + len(of_host)))
         first += len(of_host)
     return found
-
-
-def wrong_address(given: str, first: str, interfaces: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The problem with MASTER_ADDR, where it is an address and not the first host's."""
-    mine = [one for ones in interfaces.values() for one in ones]
-    if given in mine or not re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", given):
-        return {}
-    return {first: f"MASTER_ADDR={given} is no address of it; unset it, or give one of {', '.join(mine)}"}
 
 
 def _red(problems: Mapping[str, str], remedy: str) -> dict[str, Cell]:

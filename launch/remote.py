@@ -6,6 +6,8 @@ Not here: what a host does with it (on_host.py).
 from __future__ import annotations
 
 import json
+import math
+import os
 import shlex
 import subprocess
 import sys
@@ -18,8 +20,21 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
-# After these seconds of silence (15 x 4) a host counts as lost: ssh alone would wait for ever.
-PATIENCE = "-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+CONNECT_S = 10  # longest wait for a host's sshd
+
+
+def patience(lost_after_s: float) -> str:
+    """ssh's options with which a silent host ends a connection: ssh alone would wait for ever."""
+    return f"-o BatchMode=yes -o ConnectTimeout={CONNECT_S} " + (
+        f"-o ServerAliveInterval={math.ceil(lost_after_s / 4)} -o ServerAliveCountMax=4"
+    )
+
+
+def ssh_options(port: str | None, *, lost_after_s: float) -> str:
+    """Those of the caller's environment, as pdsh takes them, and ours, separated by spaces."""
+    given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    ones = (given, f"-p {port}" if port else "", patience(lost_after_s))
+    return " ".join(option for option in ones if option)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf.cli import compose_config, parse_flags
-from conf.load import ConfigError, range_problems
+from conf.load import ConfigError
 from conf.schema import Config
-from launch import multinode, on_host
+from launch import on_host
+from launch.ask import check_address
 from launch.remote import ROOT
+from launch.request import Request, check_given, composed
+from launch.request import parse as parse_request
 from launch.slurm_layout import Layout, layout
 from launch.slurm_names import names
 from launch.watch import GRACE_S, STOP_CODES
@@ -53,7 +55,7 @@ class Job:
 
     label: str
     folder: Path
-    request: multinode.Request
+    request: Request
     config: Config
 
 
@@ -73,12 +75,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
         words += _of_sweep(Path(given["--jobs"]), task)
     elif not any(word.lstrip("+").startswith("run.id=") for word in words):
         words.append(f"run.id=slurm-{label.replace('_', '-')}")  # 17_0 would be the number 170
-    request = multinode.parse([str(folder / "hosts"), *interface, *words])
-    flags = parse_flags(request.overrides)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir)
-    problems = range_problems(config)
-    if problems:
-        raise ConfigError(problems)
+    request = parse_request([str(folder / "hosts"), *interface, *words], usage=USAGE)
+    config = composed(request.overrides)
     return Job(label, folder, _goes_on(request, config, environ), config)
 
 
@@ -92,7 +90,7 @@ def _of_sweep(path: Path, task: str | None) -> list[str]:
     return list(jobs[int(task)])
 
 
-def _goes_on(request: multinode.Request, config: Config, environ: Mapping[str, str]) -> multinode.Request:
+def _goes_on(request: Request, config: Config, environ: Mapping[str, str]) -> Request:
     """A job that was requeued goes on with its own run, whatever it began with."""
     run = config.run
     began = run.id is not None and (Path(run.dir).expanduser() / run.experiment / run.id).is_dir()
@@ -125,7 +123,7 @@ def surroundings(job: Job, tasks: Layout, environ: Mapping[str, str]) -> dict[st
     if "problem" in seen:
         raise ConfigError([f"host {tasks.hosts[0]}: {seen['problem']}"])
     if "MASTER_ADDR" in environ:
-        multinode.check_address(environ["MASTER_ADDR"], seen["addresses"], tasks.hosts[0])
+        check_address(environ["MASTER_ADDR"], seen["addresses"], tasks.hosts[0])
     found = {
         "MASTER_ADDR": seen["address"],
         "MASTER_PORT": str(free_port(int(environ["SLURM_JOB_ID"]))),
@@ -153,7 +151,7 @@ def run_job(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     seen = Seen()
     for number in STOP_CODES:
         signal.signal(number, lambda n, frame: seen.requests.append(signal.Signals(n)))
-    multinode.check_given()
+    check_given()
     job = parse(argv, environ)
     tasks = layout(environ, names(environ["SLURM_JOB_NODELIST"]), job.config)
     command = command_of(job, tasks)

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conf import ranks
 from conf.cli import compose_config, parse_flags
 from conf.load import ConfigError, range_problems
-from launch import multinode
 from launch.remote import ROOT
+from launch.request import find_recipe
 from launch.slurm_layout import layout
 from launch.sweep_jobs import jobs_of
 
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> Submission:
     if many and sweep is None:
         sweep = time.strftime("sweep-%Y%m%d-%H%M%S", time.gmtime())
     interface = ("--interface", given["--interface"]) if "--interface" in given else ()
-    recipe = multinode.find_recipe(words[0])
+    recipe = find_recipe(words[0])
     own = tuple(word for word in words[1:] if word not in ("-m", "--multirun"))
     return Submission(tuple(shlex.split(given.get("--sbatch", ""))), interface, limit, sweep, recipe, own)
 

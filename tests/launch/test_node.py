@@ -62,7 +62,7 @@ def test_a_host_is_found_by_slurms_name_its_own_or_an_address(call, monkeypatch)
     ("arguments", "environ", "line"),
     [
         (["hosts"], {}, "usage: launch/node.sh HOSTFILE"),
-        (["hosts", "-p", "22", "recipes/pretrain.py"], {}, "option -p not recognized"),
+        (["hosts", "-p", "22", "recipes/pretrain.py"], {}, "-p 22: no ssh is used here"),
         (["hosts", "--node_rank", "x", "recipes/pretrain.py"], {}, "--node_rank x is not a number"),
         (["hosts", "--node_rank", "2", "recipes/pretrain.py"], {}, "--node_rank 2: w0, w1 are 0 to 1"),
         (["hosts", "--wait", "long", "recipes/pretrain.py"], {}, "--wait long is not a number of seconds"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from conf.load import ConfigError
+from conf.schema import Config
 from launch import allocation, check_host, multinode, preflight
 from launch.preflight_asking import Preflight, clock_of, first_problems, ranks_of
 from launch.preflight_table import Row
@@ -158,7 +159,7 @@ def test_an_answer_that_differs_is_red_in_its_row_and_in_no_other(found, says, c
 def test_an_address_that_is_not_the_first_hosts_is_told(found, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")
     cell = found(Played())["network"].cells["w0"]
-    assert cell.text == "MASTER_ADDR=10.9.9.9 is no address of it" and "10.0.0.1" in cell.remedy
+    assert cell.text.startswith("MASTER_ADDR=10.9.9.9 is no address of w0") and "10.0.0.1" in cell.text
 
 
 def test_of_ranks_that_fail_the_first_are_told_and_not_those_that_lose_them():
@@ -250,17 +251,15 @@ def test_inside_an_allocation_its_hosts_are_asked_through_srun(call, tmp_path, m
     assert code == 0 and out.startswith("2 ranks on n2, each: ")
     assert out.splitlines()[1].startswith("srun --nodelist=HOST --nodes=1 --ntasks=1 --overlap ")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    assert allocation.as_hostfile() == "n1 slots=8\nn2 slots=8\n"
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "1(x2)")
+    assert allocation.as_hostfile(Config()) == "n1 slots=8\nn2 slots=8\n"
     monkeypatch.delenv("SLURM_GPUS_ON_NODE")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2")
-    with pytest.raises(ConfigError, match=r"2 hosts .* but tasks of 1"):
-        allocation.as_hostfile()
+    with pytest.raises(ConfigError, match=r"speaks of 1 hosts"):
+        allocation.as_hostfile(Config())
     monkeypatch.delenv("SLURM_NTASKS")  # sbatch -N 2: the tasks are CPUs that nobody asked for
-    assert allocation.as_hostfile() == "n1 slots=1\nn2 slots=1\n"
-
-
-def test_counts_of_tasks_are_expanded():
-    assert allocation.counts("4(x2),3") == [4, 4, 3] and allocation.counts("2") == [2]
+    assert allocation.as_hostfile(Config()) == "n1 slots=1\nn2 slots=1\n"
 
 
 def test_srun_carries_an_order_there_and_the_answer_back(tmp_path, monkeypatch):
@@ -282,17 +281,18 @@ def test_multinode_starts_only_where_its_preflight_found_nothing(tmp_path, monke
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("w0 slots=2\n")
-    started: list[multinode.Request] = []
+    started: list[Any] = []
     monkeypatch.setattr(multinode.subprocess, "run", played)
-    monkeypatch.setattr(multinode, "launch_run", lambda request: started.append(request) or 0)
-    monkeypatch.setattr("sys.argv", ["multinode.py", "-i", "w0", "hosts", "--preflight", *RUN])
+    monkeypatch.setattr(multinode, "launch_run", lambda *request: started.append(request) or 0)
+    monkeypatch.setattr("sys.argv", ["multinode.py", "-i", "w0", "-r", "1", "hosts", "--preflight", *RUN])
     assert multinode.main() == expected
-    assert given == [["-i", "w0", "hosts", *RUN]] and len(started) == (of_preflight == 0)
+    words = [str(tmp_path / "hosts"), "-i", "w0", str(ROOT / RUN[0]), *RUN[1:]]
+    assert given == [words + ["resume=auto"] * ("resume=auto" not in words)] and len(started) == (of_preflight == 0)
 
 
 def test_json_is_what_the_table_says(call, found, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "0")
-    monkeypatch.setattr(preflight, "ssh", lambda request: Played(w1_facts={"files": 64}))
+    monkeypatch.setattr(preflight, "Ssh", lambda *_: Played(w1_facts={"files": 64}))
     code, out, _ = call("hosts", "--quick", "--json", "found.json", "recipes/pretrain.py", "parallel=tp1")
     told = json.loads((tmp_path / "found.json").read_text())
     assert code == 1 and told["ok"] is False and told["hosts"] == ["w0", "w1"]
