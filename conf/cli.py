@@ -54,15 +54,20 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
     def planned(config: Config, world_size: int) -> int:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
-        problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
-        problems += profile_problems(config, world_size=world_size)
-        if problems:
-            raise ConfigError(problems)
+        require_plan(config, world_size=world_size, device=device)
         share_cores(device)
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
     _run(planned)
+
+
+def require_plan(config: Config, *, world_size: int, device: str) -> None:
+    """ConfigError with every problem of the config on so many ranks."""
+    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+    problems += profile_problems(config, world_size=world_size)
+    if problems:
+        raise ConfigError(problems)
 
 
 def main_without_plan(entry: Callable[[Config], int | None]) -> None:
