@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import overrides as checks
 from conf.cli import folders_of, register
-from conf.knobs import CONF, options
+from conf.knobs import CONF
 from conf.load import ConfigError
 
 SWEEPER = "hydra/sweeper="
@@ -87,9 +87,9 @@ def search(
     follows from the results and from `seed`, so that the same sweep draws the same again. A failed job stops nothing.
     These are defaults: overrides of the sweeper win.
     """
-    problems = checks.problems(overrides, options=options(folders_of(config_dir)))
-    if problems:
-        raise ConfigError(problems)
+    import optuna  # not needed by other sweeps
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     defaults = [f"hydra.sweeper.n_jobs={at_once}", "hydra.sweeper.max_failure_rate=1.0"]
     if "hydra/sweeper/sampler=grid" not in overrides:  # it has no seed
         defaults.append(f"hydra.sweeper.sampler.seed={zlib.crc32(seed.encode())}")
@@ -98,27 +98,18 @@ def search(
         words.append(f"hydra.searchpath=[file://{folders_of(config_dir)[-1]}]")
     register()
     _offer(Processes)
-    reached = 0
-
-    def counted(batch: Sequence[Sequence[str]], first: int) -> Sequence[Objectives]:
-        nonlocal reached
-        found = launch(batch, first)
-        reached += sum(not isinstance(one, str) for one in found)
-        return found
-
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             app = GlobalHydra.instance().hydra
             assert app is not None
-            app.multirun("config", counted, words, with_log_configuration=False)  # type: ignore[arg-type]
+        app.multirun("config", launch, words, with_log_configuration=False)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([checks.explain(error)]) from None
     except NoObjectiveError:  # more failed than hydra.sweeper.max_failure_rate: the sweeper draws no more
         return
-    except ValueError:
-        if reached > 0:
+    except ValueError as error:
+        if str(error) != "No trials are completed yet.":  # Optuna, asked for the best of no finished job
             raise
-        # else: Optuna asks for the best of no finished job
 
 
 def _offer(launcher: type[Launcher]) -> None:

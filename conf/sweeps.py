@@ -66,11 +66,20 @@ def _values(override: Override, text: str, offered: Sequence[str]) -> list[str]:
     return found
 
 
-def swept_keys(overrides: Sequence[str]) -> set[str]:
-    """Of the overrides that are sweeps of any kind. They must have been checked."""
-    parser = OverridesParser.create()
-    found = [parser.parse_override(text) for text in overrides]
-    return {one.get_key_element() for one in found if one.is_sweep_override()}
+def fixed_config(overrides: Sequence[str], *, config_dir: str | None = None) -> tuple[Config, set[str]]:
+    """What the overrides say that are no sweep of any kind, and the keys of those that are. Raises ConfigError."""
+    problems = checks.problems(overrides, options=options(folders_of(config_dir)))
+    if problems:
+        raise ConfigError(problems)
+    parsed = [OverridesParser.create().parse_override(text) for text in overrides]
+    fixed = [
+        text for text, one in zip(overrides, parsed, strict=True)
+        if not one.is_sweep_override() and not one.key_or_group.startswith(("hydra.", "hydra/"))
+    ]  # fmt: skip
+    config = compose_config(fixed, config_dir=config_dir)
+    if problems := range_problems(config):
+        raise ConfigError(problems)
+    return config, {one.get_key_element() for one in parsed if one.is_sweep_override()}
 
 
 @dataclass(frozen=True)

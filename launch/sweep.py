@@ -24,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf.cli import compose_config, refuse, world
+from conf.cli import refuse, world
 from conf.load import ConfigError
 from conf.search import RESULTS, Objectives, is_search, search
-from conf.sweeps import swept_keys
+from conf.sweeps import fixed_config
 from launch.sweep_jobs import SweepJob, jobs_of, named, refuse_reserved
 from launch.sweep_pool import Ended, Pool, Task
 from launch.sweep_record import Record
@@ -64,9 +64,7 @@ def listed(request: Request) -> int:
 
 def searched(request: Request) -> int:
     """Jobs that a sweeper draws. One that cannot be planned is a failed one, as it is not known before."""
-    keys = swept_keys(request.overrides)
-    fixed = [word for word in request.overrides if word.partition("=")[0] not in keys]
-    config = compose_config([word for word in fixed if not word.startswith("hydra")], config_dir=request.config_dir)
+    config, keys = fixed_config(request.overrides, config_dir=request.config_dir)
     sweep = Sweep(request, Path(config.run.dir).expanduser().absolute() / request.sweep)
 
     def launch(batch: Sequence[Sequence[str]], first: int) -> list[Objectives]:
@@ -101,8 +99,10 @@ def dry_run(request: Request) -> int:
         print(shlex.join(comparison([task.folder for task in tasks])))
         return 0
 
+    _, keys = fixed_config(request.overrides, config_dir=request.config_dir)
+
     def launch(batch: Sequence[Sequence[str]], first: int) -> list[Objectives]:
-        tasks = tasks_of(request, drawn(request, batch, first, swept_keys(request.overrides)))
+        tasks = tasks_of(request, drawn(request, batch, first, keys))
         print(*(shlex.join(task.command) for task in tasks), sep="\n")
         raise Stopped
 

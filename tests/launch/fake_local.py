@@ -34,7 +34,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda n, frame: asked.append(n))
     event("begins", run, ranks)
-    end = time.monotonic() + (60 if seed == "60" else 0.3)
+    end = time.monotonic() + (60 if seed == "60" else 0.2)
     while time.monotonic() < end and not asked:
         time.sleep(0.02)
     if values.get("telemetry.wandb.group") == "slow_save":
