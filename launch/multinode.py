@@ -24,13 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conf import hostfile
 from conf.cli import compose_config, parse_flags
 from conf.load import ConfigError, range_problems
-from launch import environment
+from launch import environment, openmpi
 from launch.remote import PATIENCE, ROOT, Answer, Ssh
 from launch.watch import Job, run
 
 REACH_S = 5.0  # for the port of rank 0
+LAUNCHERS = ("pdsh", "openmpi")
 USAGE = (
-    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES..."
+    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] "
+    "[--launcher openmpi] RECIPE OVERRIDES..."
 )
 
 
@@ -45,11 +47,12 @@ class Request:
     interface: str | None
     recipe: Path
     overrides: tuple[str, ...]
+    launcher: str = "pdsh"
 
 
 def parse(argv: Sequence[str]) -> Request:
     """Options may stand before and after HOSTFILE; all behind RECIPE is the recipe's."""
-    long = ["include=", "exclude=", "ssh_port=", "interface="]
+    long = ["include=", "exclude=", "ssh_port=", "interface=", "launcher="]
     try:
         before, rest = getopt.getopt(argv, "i:e:p:", long)
         after, words = getopt.getopt(rest[1:], "i:e:p:", long)
@@ -62,6 +65,9 @@ def parse(argv: Sequence[str]) -> Request:
     port = given.get("--ssh_port")
     if port is not None and not (port.isdigit() and 0 < int(port) < 65536):
         raise ConfigError([f"-p {port} is not a port; give 1 to 65535"])
+    launcher = given.get("--launcher", "pdsh")
+    if launcher not in LAUNCHERS:
+        raise ConfigError([f"--launcher {launcher} is not offered; use {' or '.join(LAUNCHERS)}"])
     recipe = Path(words[0]) if Path(words[0]).is_file() else ROOT / words[0]
     if not recipe.is_file():
         raise ConfigError([f"there is no recipe {words[0]}; see recipes/"])
@@ -70,7 +76,7 @@ def parse(argv: Sequence[str]) -> Request:
         overrides.append("resume=auto")
     return Request(
         Path(rest[0]).absolute(), given.get("--include", ""), given.get("--exclude", ""), port,
-        given.get("--interface"), recipe.absolute(), tuple(overrides),
+        given.get("--interface"), recipe.absolute(), tuple(overrides), launcher,
     )  # fmt: skip
 
 
@@ -177,16 +183,26 @@ def launch_run(request: Request) -> int:
             os.environ.get("MASTER_PORT", "FREE"),
         )
     else:
-        if shutil.which("pdsh") is None:
+        if request.launcher == "openmpi":
+            openmpi.require()
+        elif shutil.which("pdsh") is None:
             raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
         answers, master, port = ask_hosts(request, hosts, ssh)
         values = variables(request, answers, launch)
-    command = command_of(request, hosts, master=master, port=port, launch=launch)
+    mpi = request.launcher == "openmpi"
+    if mpi:
+        command = openmpi.command_of(hosts, launch=launch, ssh_options=ssh.options, interface=request.interface)
+    else:
+        command = command_of(request, hosts, master=master, port=port, launch=launch)
     ranks = sum(map(len, hosts.values()))
     print(f"{ranks} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *request.overrides])}")
     print(shlex.join(command), flush=True)
     if dry:
         return 0
+    if mpi:
+        values = openmpi.variables(values, hosts, master=master, port=port)
+        environ = openmpi.environ(os.environ)
+        return run(Job(launch, tuple(hosts), tuple(command), environ, ssh, openmpi.FAILED, shared=True), values)
     environ = environment.for_the_launcher(os.environ, ssh_options=ssh.options)
     return run(Job(launch, tuple(hosts), tuple(command), environ, ssh), values)
 

@@ -25,18 +25,21 @@ from launch.remote import Ssh
 GRACE_S = 30.0  # from the first host that failed to the end of all: its peers say in which step they lost it
 FAILED = re.compile(r"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)")
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
-UNHANDLED = 256 - signal.SIGUSR1  # of a rank that did not train yet and knew no SIGUSR1
+# Of a rank that did not train yet and knew no SIGUSR1: as DeepSpeed's launcher says it, and as a shell does.
+UNHANDLED = (256 - signal.SIGUSR1, 128 + signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run. hosts: by node rank."""
+    """What is run. hosts: by node rank; failed: what the launcher says of one, (host, code)."""
 
     launch: str
     hosts: tuple[str, ...]
     command: tuple[str, ...]
     environ: Mapping[str, str]
     ssh: Ssh
+    failed: re.Pattern[str] = FAILED
+    shared: bool = False  # a host's ranks read its file themselves, and the last one removes it
 
     def orders(self, **more: object) -> dict[str, dict[str, object]]:
         """Who is meant, for every host."""
@@ -71,7 +74,7 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> int:
             job.command, env=job.environ, cwd="/", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             errors="surrogateescape", start_new_session=True,
         )  # fmt: skip
-        reader = threading.Thread(target=_pass_on, args=(launcher, seen), daemon=True)
+        reader = threading.Thread(target=_pass_on, args=(job, launcher, seen), daemon=True)
         reader.start()
         code = _wait(job, launcher, seen)
     finally:
@@ -79,10 +82,12 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> int:
         if launcher is not None:
             _end_here(launcher)
             reader.join(timeout=5.0)
+    if code == 0 and seen.failed:  # mpirun does not tell it
+        code = next(iter(seen.failed.values()))
     if code == 0 and not finished:
         say("the launcher ended but rank 0 did not finish: some process was killed")
         code = 1
-    if seen.requests and code == UNHANDLED:
+    if seen.requests and code in UNHANDLED:
         code = STOP_CODES[seen.requests[0]]
     return code
 
@@ -90,17 +95,17 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> int:
 def _deliver(job: Job, variables: Sequence[Mapping[str, str]]) -> None:
     files = job.orders()
     for number, order in enumerate(files.values()):
-        order["text"] = environment.shell_file(str(order["path"]), variables[number])
+        order["text"] = environment.shell_file(str(order["path"]), variables[number], removes=not job.shared)
     problems = [f"host {one.host}: {one.problem}" for one in job.ssh.call("receive", files) if one.problem is not None]
     if problems:
         raise ConfigError(problems)
 
 
-def _pass_on(launcher: subprocess.Popen[str], seen: Seen) -> None:
+def _pass_on(job: Job, launcher: subprocess.Popen[str], seen: Seen) -> None:
     """The launcher's errors to ours, noting the hosts that fail."""
     assert launcher.stderr is not None
     for line in launcher.stderr:
-        match = FAILED.match(line)
+        match = job.failed.match(line)
         if match is not None:
             seen.failed.setdefault(match[1], int(match[2]))
             seen.first_failure = min(seen.first_failure, time.monotonic())

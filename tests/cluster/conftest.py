@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Hosts, why_not
+from tests.cluster.runs import BIN, PRETRAIN, TINY, losses
+from tests.engine.launched import finish
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,3 +29,12 @@ def allowed() -> None:
 def hosts(allowed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with Hosts(2, tmp_path_factory.mktemp("cluster") / "hosts") as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process on this machine."""
+    folder = tmp_path_factory.mktemp("one-rank")
+    code, output = finish([str(BIN / "python"), PRETRAIN, *TINY], folder, OMP_NUM_THREADS="1")
+    assert code == 0, output
+    return losses(folder)
