@@ -126,6 +126,18 @@ def world() -> tuple[int, int]:
     return rank, size
 
 
+def require_own_store() -> None:
+    """Under torchrun with restarts. The store that its agent shares with the ranks is kept over a restart, and with it
+    the addresses of the dead ones (torch 2.13; pytorch/pytorch#135712).
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            [f"torchrun --max-restarts {restarts}: restarted ranks would look for each other where they were before; "
+             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every host"]
+        )  # fmt: skip
+
+
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
     """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
 
@@ -151,6 +163,7 @@ def register() -> None:
 
 def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
     rank, world_size = world()
+    require_own_store()
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:

@@ -2,7 +2,7 @@
 
     python launch/sweep.py -m parallel=tp1_pp2,tp2_pp1 train.lr=1e-4,3e-4
     python launch/sweep.py --ranks 8 -m recipes/pretrain.py experiment=stdlib_tp2_pp2 train.lr=1e-4,3e-4,1e-3
-    python launch/sweep.py --launch "launch/multinode.sh hosts" -m parallel=tp8_pp2 train.lr=1e-4,3e-4
+    python launch/sweep.py --launch "launch/multinode.sh hosts" -m parallel=llama_8b_h100x32 train.lr=1e-4,3e-4
     python launch/sweep.py -m hydra/sweeper=optuna hydra.sweeper.n_trials=20 'train.lr=tag(log, interval(1e-4, 1e-2))'
 
 Without a recipe it is recipes/pretrain.py. All jobs are checked before the first one starts. Runs are kept in runs/ID/;
