@@ -176,12 +176,12 @@ class Sweep:
             return self._stop_code() if left else 0
         self.record.close()
         begun = [self.folder / run for run in jobs if (self.folder / run / "run.json").exists()]
-        code = 0
+        compared = True
         if begun:  # the others are in the table alone
             command = comparison(begun)
             print(shlex.join(command), flush=True)
-            code = subprocess.run(command, check=False).returncode
-        return self.failures[0] if self.failures else code
+            compared = subprocess.run(command, check=False).returncode == 0
+        return self.failures[0] if self.failures else int(not compared)
 
     def _stop_code(self) -> int:
         requests = self.pool.requests

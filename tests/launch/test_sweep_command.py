@@ -175,6 +175,19 @@ def test_a_dry_run_prints_every_command_and_leaves_nothing(call, here, monkeypat
     assert sorted(path.name for path in here.iterdir()) == ["local.sh"]
 
 
+def test_another_launcher_gets_the_jobs_without_a_number_of_ranks(call, here, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "1")
+    code, out, _ = call("--launch", "launch/multinode.sh hosts --launcher openmpi", "parallel=tp2_pp2", "seed=1,2")
+    first = out.splitlines()[0]
+    assert code == 0 and f"{ROOT}/launch/multinode.sh hosts --launcher openmpi {ROOT}/recipes/pretrain.py " in first
+    assert " -n " not in first and first.endswith(" resume=auto")
+
+
+def test_a_report_that_cannot_be_made_is_code_1_where_all_jobs_finished(call, monkeypatch):
+    monkeypatch.setattr(sweep, "comparison", lambda folders: ["false"])
+    assert call("seed=1")[0] == 1
+
+
 def test_the_same_id_leaves_out_what_is_finished_and_other_jobs_are_refused(call):
     call("seed=1,13", "resume=never")
     code, out, _ = call("seed=1,13,2", "resume=never")
