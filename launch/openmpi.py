@@ -33,6 +33,7 @@ def command_of(hosts: Slots, *, launch: str, ssh_options: str, interface: str | 
     ranks = [(number, name) for number, (name, slots) in enumerate(hosts.items()) for _ in slots]
     settings = {
         "plm_rsh_agent": f"ssh {ssh_options}",
+        "orte_launch_agent": f"env LAUNCH_ID={launch} LAUNCH_NODE=all orted",  # so that it is found at the end
         "plm_rsh_no_tree_spawn": "1",  # all from here: a host need not reach another by ssh
     }
     if interface is not None:

@@ -8,7 +8,7 @@
 # said what they know.
 set -euo pipefail
 
-if [[ ${LAUNCH_ID:-} != "$1" ]]; then
+if [[ -z ${LAUNCH_COMMAND:-} ]]; then
     IFS=, read -r -a places <<<"$2"
     place=${places[$OMPI_COMM_WORLD_RANK]}
     file=/dev/shm/launch-$1-${place%%:*}.env

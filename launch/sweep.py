@@ -52,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
         return searched(request) if is_search(request.overrides) else listed(request)
     except ConfigError as error:
         return refuse(error.problems)
+    except BrokenPipeError:  # whoever read our output went (| head): the jobs that ran have saved
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STOPPED
 
 
 def listed(request: Request) -> int:

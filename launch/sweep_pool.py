@@ -83,20 +83,26 @@ class Pool:
         """All tasks, or those that were started before a request to stop. `ended` is called for each as it ends."""
         waiting, running = list(tasks), list[_Running]()
         passed_on = 0
-        while running or (waiting and not self.requests):
-            for task in list(waiting):
-                if not self.requests and self._fits(task, running):
-                    waiting.remove(task)
-                    running.append(self._start(task, running))
-            time.sleep(POLL_S)
-            for number in self.requests[passed_on:]:
-                passed_on += 1
-                for one in running:
-                    one.process.send_signal(STOP[number])
-            for one in [one for one in running if one.process.poll() is not None]:
-                running.remove(one)
-                code = one.process.returncode
-                ended(Ended(one.task, code if code >= 0 else 128 - code, time.monotonic() - one.started))
+        try:
+            while running or (waiting and not self.requests):
+                for task in list(waiting):
+                    if not self.requests and self._fits(task, running):
+                        waiting.remove(task)
+                        running.append(self._start(task, running))
+                time.sleep(POLL_S)
+                for number in self.requests[passed_on:]:
+                    passed_on += 1
+                    for one in running:
+                        one.process.send_signal(STOP[number])
+                for one in [one for one in running if one.process.poll() is not None]:
+                    running.remove(one)
+                    code = one.process.returncode
+                    ended(Ended(one.task, code if code >= 0 else 128 - code, time.monotonic() - one.started))
+        finally:  # nothing runs on where this process fails, as at a closed pipe
+            for one in running:
+                one.process.terminate()
+            for one in running:
+                one.process.wait()
 
     def _fits(self, task: Task, running: Sequence[_Running]) -> bool:
         taken = sum(one.task.ranks or 0 for one in running)

@@ -125,7 +125,7 @@ def test_a_launch_script_that_cannot_be_is_refused(here, capfd, launch, words, l
 
 
 def test_jobs_share_the_ranks_that_there_are(call):
-    code, _, err = call("--ranks", "4", "parallel=tp1_pp2,tp1,tp2_pp2,tp2", "seed=1,2")
+    code, _, err = call("--ranks", "4", "parallel=tp1_pp2,tp1,tp2_pp2,tp2")
     assert code == 0, err
     assert most_at_once("ranks") <= 4 and most_at_once("jobs") >= 2
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
@@ -134,11 +134,12 @@ def test_jobs_share_the_ranks_that_there_are(call):
 
 def test_a_job_that_fits_goes_before_one_that_has_to_wait(call):
     call("--ranks", "3", "parallel=tp2,tp2_pp1,tp1")
-    assert [row["run"] for row in events("begins")] == ["s-00", "s-02", "s-01"]
+    begun = [row["run"] for row in events("begins")]
+    assert sorted(begun[:2]) == ["s-00", "s-02"] and begun[2] == "s-01"
 
 
 def test_at_most_so_many_jobs_run_at_once(call):
-    assert call("--at-once", "2", "seed=1,2,3,4")[0] == 0 and most_at_once("jobs") == 2
+    assert call("--at-once", "2", "seed=1,2,3")[0] == 0 and most_at_once("jobs") == 2
 
 
 def test_jobs_that_run_at_once_have_gpus_of_their_own(call, monkeypatch):
@@ -210,7 +211,7 @@ def test_a_sweep_in_progress_has_its_folder_to_itself(here):
     assert second.returncode == 2 and "is in use by another sweep" in second.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_one_request_lets_the_running_jobs_save_and_starts_no_other(here, number):
     command = [sys.executable, SWEEP, "--launch", "./local.sh", "--id", "s", "--at-once", "2", "seed=60,61,60,62"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -242,6 +243,16 @@ def test_a_second_request_ends_them_at_once(here):
         assert process.wait(timeout=30) == 130
 
 
+def test_no_job_runs_on_where_nobody_reads_the_output_any_more(here):
+    words = ["--launch", "./local.sh", "--id", "s", "--at-once", "2", "seed=60,1"]
+    with subprocess.Popen([sys.executable, SWEEP, *words], stdout=subprocess.PIPE) as process:
+        wait_for(lambda: len(events("begins")) == 2, seconds=30, what="two jobs")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=30) == 75
+    assert [row["run"] for row in events("ends")] == ["s-01", "s-00"]
+
+
 needs_optuna = pytest.mark.skipif(
     find_spec("hydra_plugins") is None, reason="hydra-optuna-sweeper is not installed (docs/sweeps.md)"
 )
@@ -270,17 +281,18 @@ def test_a_search_goes_the_way_it_is_told_and_runs_at_once_what_it_is_told(call)
 
 @needs_optuna
 def test_jobs_of_a_search_that_fail_or_cannot_be_planned_stop_no_other(call):
-    words = ["hydra.sweeper.n_trials=6", "seed=choice(1,13)", "parallel.tp=choice(1,3)", "--at-once", "6"]
+    words = ["hydra.sweeper.n_trials=4", "seed=choice(1,13)", "parallel.tp=choice(1,3)", "--at-once", "4"]
     code, out, _ = call(*SEARCH[:1], *words)
     begun, refused = {row["run"] for row in events("begins")}, out.count(" refused: parallel.tp=3 ")
-    assert len(begun) + refused == 6 and refused > 0 and code in (2, 3) and "best_value" in out
-    code, out, _ = call("--id", "t", *SEARCH[:1], "hydra.sweeper.n_trials=2", "seed=choice(13)")
+    assert len(begun) + refused == 4 and refused > 0 and code in (2, 3) and "best_value" in out
+    code, out, _ = call("--id", "t", *SEARCH[:1], "hydra.sweeper.n_trials=1", "seed=choice(13)")
     assert code == 3 and "no job reached an objective" in out
-    code, out, _ = call("--id", "u", *SEARCH[:1], "hydra.sweeper.n_trials=2", "seed=choice(1)", "--objective", "none")
+    code, out, _ = call("--id", "u", *SEARCH[:1], "hydra.sweeper.n_trials=1", "seed=choice(1)", "--objective", "none")
     assert "u-00 has no none that is a number" in out
 
 
 @needs_optuna
+@pytest.mark.slow
 def test_a_stopped_search_ends_with_75_and_a_dry_run_prints_its_first_jobs(here, call, monkeypatch):
     words = ["--launch", "./local.sh", "--id", "s", *SEARCH, "seed=60"]
     with subprocess.Popen([sys.executable, SWEEP, *words], stdout=subprocess.DEVNULL) as process:
