@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-CLUSTER_PACKAGES := openssh-server openssh-client pdsh iproute2 util-linux slurmctld slurmd slurm-client munge
+CLUSTER_PACKAGES := openssh-server openssh-client pdsh openmpi-bin iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
 

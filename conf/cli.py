@@ -54,15 +54,20 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
     def planned(config: Config, world_size: int) -> int:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
-        problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
-        problems += profile_problems(config, world_size=world_size)
-        if problems:
-            raise ConfigError(problems)
+        require_plan(config, world_size=world_size, device=device)
         share_cores(device)
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
     _run(planned)
+
+
+def require_plan(config: Config, *, world_size: int, device: str) -> None:
+    """ConfigError with every problem of the config on so many ranks."""
+    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+    problems += profile_problems(config, world_size=world_size)
+    if problems:
+        raise ConfigError(problems)
 
 
 def main_without_plan(entry: Callable[[Config], int | None]) -> None:
@@ -121,6 +126,18 @@ def world() -> tuple[int, int]:
     return rank, size
 
 
+def require_own_store() -> None:
+    """Under torchrun with restarts. The store that its agent shares with the ranks is kept over a restart, and with it
+    the addresses of the dead ones (torch 2.13; pytorch/pytorch#135712).
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            [f"torchrun --max-restarts {restarts}: restarted ranks would look for each other where they were before; "
+             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every host"]
+        )  # fmt: skip
+
+
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
     """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
 
@@ -146,6 +163,7 @@ def register() -> None:
 
 def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
     rank, world_size = world()
+    require_own_store()
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:

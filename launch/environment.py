@@ -72,10 +72,11 @@ def with_network(variables: Mapping[str, str], interface: str | None, *, named: 
     return {**variables, **names} if named else {**names, **variables}
 
 
-def shell_file(path: str, variables: Mapping[str, str]) -> str:
-    """What a host sources from `path`."""
+def shell_file(path: str, variables: Mapping[str, str], *, removes: bool = True) -> str:
+    """What a host sources from `path`. removes: itself."""
+    first = [f"rm -f -- {shlex.quote(path)}"] if removes else []
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([f"rm -f -- {shlex.quote(path)}", *lines, ""])
+    return "\n".join([*first, *lines, ""])
 
 
 def for_the_launcher(environ: Mapping[str, str], *, ssh_options: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf import hostfile
 from conf.load import ConfigError
-from launch import environment, restarts, watch
+from launch import environment, openmpi, restarts, watch
 from launch.ask import Asked, ask_hosts, who_answers
 from launch.remote import ROOT, Answer, Ssh, ssh_options
 from launch.replan import Planned, ranks
@@ -36,9 +36,10 @@ from launch.watch import LOST_AFTER_S, Ended, Job
 LEAST_S = 5.0  # a host that works hard may be silent for seconds
 USAGE = (
     "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--preflight] "
-    "[--hosts N] [-r RESTARTS] [--no-replan] [--lost-after SECONDS] RECIPE OVERRIDES..."
+    "[--hosts N] [-r RESTARTS] [--no-replan] [--lost-after SECONDS] [--launcher openmpi] RECIPE OVERRIDES..."
 )
-OPTIONS = ("preflight", "hosts=", "no-replan", "lost-after=")
+OPTIONS = ("preflight", "hosts=", "no-replan", "lost-after=", "launcher=")
+LAUNCHERS = ("pdsh", "openmpi")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Options:
     restarts: int
     replan: bool
     lost_after_s: float
+    mpi: bool  # through OpenMPI's mpirun, not pdsh
 
 
 def options_of(given: Mapping[str, str]) -> Options:
@@ -61,8 +63,12 @@ def options_of(given: Mapping[str, str]) -> Options:
         raise ConfigError([f"-r {restarts} is not a number of restarts; give 0 or more"])
     if not (re.fullmatch(r"\d+(\.\d+)?", lost) and float(lost) >= LEAST_S):
         raise ConfigError([f"--lost-after {lost} is not a time in seconds; give {LEAST_S:g} or more"])
+    launcher = given.get("launcher", "pdsh")
+    if launcher not in LAUNCHERS:
+        raise ConfigError([f"--launcher {launcher} is not offered; use {' or '.join(LAUNCHERS)}"])
     number = None if count is None else int(count)
-    return Options("preflight" in given, number, int(restarts), "no-replan" not in given, float(lost))
+    replan, mpi = "no-replan" not in given, launcher == "openmpi"
+    return Options("preflight" in given, number, int(restarts), replan, float(lost), mpi)
 
 
 def enough_hosts(request: Request, options: Options) -> hostfile.Slots:
@@ -126,19 +132,24 @@ def launch_run(request: Request, options: Options) -> int:
         require_plan(config, first)
         master = os.environ.get("MASTER_ADDR", f"ADDRESS_OF_{next(iter(first))}")
         port = os.environ.get("MASTER_PORT", "FREE")
-        show(request, first, request.overrides, master=master, port=port, launch=launch)
+        show(request, options, first, request.overrides, ssh, master=master, port=port, launch=launch)
         return 0
-    if shutil.which("pdsh") is None:
+    if options.mpi:
+        openmpi.require()
+    elif shutil.which("pdsh") is None:
         raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
 
     def start(plan: Planned, words: Sequence[str], number: int, restart: Mapping[str, Any] | None) -> tuple[Job, Ended]:
         answers, master, port = ask_hosts(plan.hosts, ssh, interface=request.interface)
         attempt = f"{launch}-{number}"
         values = variables(request, answers, attempt, words=words, restart=restart)
-        command = show(request, plan.hosts, words, master=master, port=port, launch=attempt)
+        command = show(request, options, plan.hosts, words, ssh, master=master, port=port, launch=attempt)
         environ = environment.for_the_launcher(os.environ, ssh_options=ssh.options)
         slots = tuple(map(len, plan.hosts.values()))
         job = Job(attempt, tuple(plan.hosts), slots, tuple(command), environ, ssh, options.lost_after_s)
+        if options.mpi:
+            values = openmpi.variables(values, plan.hosts, master=master, port=port)
+            job = replace(job, environ=openmpi.environ(os.environ), failed=openmpi.FAILED, shared=True)
         return job, watch.run(job, values)
 
     def ask() -> Asked:
@@ -153,10 +164,14 @@ def launch_run(request: Request, options: Options) -> int:
 
 
 def show(
-    request: Request, hosts: hostfile.Slots, words: Sequence[str], *, master: str, port: str, launch: str
-) -> list[str]:
+    request: Request, options: Options, hosts: hostfile.Slots, words: Sequence[str], ssh: Ssh,
+    *, master: str, port: str, launch: str,
+) -> list[str]:  # fmt: skip
     """Print what each rank and the launcher are given; the launcher's command."""
-    command = command_of(request, hosts, master=master, port=port, launch=launch)
+    if options.mpi:
+        command = openmpi.command_of(hosts, launch=launch, ssh_options=ssh.options, interface=request.interface)
+    else:
+        command = command_of(request, hosts, master=master, port=port, launch=launch)
     print(f"{ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *words])}")
     print(shlex.join(command), flush=True)
     return command

@@ -2,11 +2,12 @@
 # Run a recipe on the hosts of a hostfile, through DeepSpeed's launcher over pdsh and ssh:
 #
 #     launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--preflight] [--hosts N]
-#         [-r RESTARTS] [--no-replan] [--lost-after SECONDS] RECIPE OVERRIDES...
+#         [-r RESTARTS] [--no-replan] [--lost-after SECONDS] [--launcher openmpi] RECIPE OVERRIDES...
 #
 # HOSTFILE: lines `NAME slots=RANKS`. -i, -e: what of it to use, or to leave out: w0@w1:0,2. -p: where sshd listens.
 # The hosts share the folder that you call from and this repository with its .venv, under the same paths; ssh reaches
-# them without a password (its options: PDSH_SSH_ARGS_APPEND).
+# them without a password (its options: PDSH_SSH_ARGS_APPEND). --launcher: pdsh (default), or openmpi, whose mpirun then
+# starts the ranks.
 #
 # MASTER_ADDR, MASTER_PORT: without them the first host's address on its route to the others, and a free port there.
 # --interface: the network to use on every host; without it that of the route. DRY_RUN=1 prints the command, asks no

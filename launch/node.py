@@ -250,7 +250,7 @@ def _wait(part: Part, launcher: subprocess.Popen[bytes]) -> int:
 def _stop_code(requests: Sequence[signal.Signals], code: int) -> int:
     if not requests:
         return code
-    if code in (UNHANDLED, 256 - signal.SIGTERM):  # of ranks that did not train yet and knew no signal
+    if code in (*UNHANDLED, 256 - signal.SIGTERM):  # of ranks that did not train yet and knew no signal
         return STOP_CODES[requests[0]]
     return 75 if code == 143 and requests == [signal.SIGUSR1] else code  # which they got as SIGTERM
 

@@ -8,7 +8,8 @@
     guard     answer the launcher's signs of life, and do both where they stay away
 
 Of packages it needs psutil only. Whose process is whose stands in its environment: LAUNCH_ID, and LAUNCH_NODE as hosts
-may share a machine's process numbers. Not here: how a host is reached (remote.py).
+may share a machine's process numbers (`all`: of what started the ranks, as mpirun gives all its daemons one
+environment). Not here: how a host is reached (remote.py).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _processes(order: dict[str, Any]) -> list[psutil.Process]:
             environ = process.environ()
         except psutil.Error:
             continue
-        if (environ.get("LAUNCH_ID"), environ.get("LAUNCH_NODE")) == (order["id"], str(order["node"])):
+        if environ.get("LAUNCH_ID") == order["id"] and environ.get("LAUNCH_NODE") in (str(order["node"]), "all"):
             found.append(process)
     return found
 

@@ -30,7 +30,7 @@ class SweepJob:
 
 def jobs_of(overrides: Sequence[str], sweep: str, *, config_dir: str | None = None) -> list[SweepJob]:
     """Every job with its own run.id, all of the experiment `sweep`. Raises ConfigError."""
-    refuse_reserved(overrides)
+    refuse_reserved(overrides, hydras=SWEEPERS)
     expanded = expand(overrides, config_dir=config_dir)
     shared = set(expanded[0]).intersection(*expanded)
     return [
@@ -39,8 +39,8 @@ def jobs_of(overrides: Sequence[str], sweep: str, *, config_dir: str | None = No
     ]
 
 
-def refuse_reserved(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for what would be the same for all jobs and is each one's own."""
+def refuse_reserved(overrides: Sequence[str], *, hydras: tuple[str, ...] = ()) -> None:
+    """Raises ConfigError for what would be the same for all jobs and is each one's own. hydras: keys of Hydra's."""
     problems = []
     for text in overrides:
         key, _, value = text.lstrip("+~").partition("=")
@@ -50,7 +50,7 @@ def refuse_reserved(overrides: Sequence[str]) -> None:
             )
         if key == "run.experiment":
             problems.append(f"{text}: a sweep is an experiment of its own; leave it out and give --id {value}")
-        if key.startswith(SWEEPERS):
+        if hydras and key.startswith(hydras):
             problems.append(f"{text}: Hydra's sweepers and launchers do not run these jobs; leave it out")
     if problems:
         raise ConfigError(problems)

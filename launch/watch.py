@@ -31,12 +31,13 @@ FAILED = re.compile(r"pdsh@[^:]+: (\S+): ssh exited with exit code (\d+)")
 END_S = 30.0  # for the ranks of a host to end: 10 s until they are killed, twice
 LOST = 255  # ssh's code where the connection ended
 STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
-UNHANDLED = 256 - signal.SIGUSR1  # of a rank that did not train yet and knew no SIGUSR1
+# Of a rank that did not train yet and knew no SIGUSR1: as DeepSpeed's launcher says it, and as a shell does.
+UNHANDLED = (256 - signal.SIGUSR1, 128 + signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run. hosts, slots (ranks of each): by node rank."""
+    """What is run. hosts, slots (ranks of each): by node rank; failed: what the launcher says of one, (host, code)."""
 
     launch: str
     hosts: tuple[str, ...]
@@ -45,6 +46,8 @@ class Job:
     environ: Mapping[str, str]
     ssh: Ssh
     lost_after_s: float = LOST_AFTER_S
+    failed: re.Pattern[str] = FAILED
+    shared: bool = False  # a host's ranks read its file themselves, and the last one removes it
 
     @property
     def grace_s(self) -> float:
@@ -139,11 +142,13 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> Ended:
             reader.join(timeout=5.0)
         for number, handler in before.items():
             signal.signal(number, handler)
+    if seen.code == 0 and seen.failed:  # mpirun does not tell it
+        seen.code = next(iter(seen.failed.values()))
     if seen.code == 0 and not finished:
         seen.why = "the launcher ended but rank 0 did not finish: some process was killed"
         say(seen.why)
         seen.code = 1
-    if seen.requests and seen.code == UNHANDLED:
+    if seen.requests and seen.code in UNHANDLED:
         seen.code = STOP_CODES[seen.requests[0]]
     seen.why = seen.why or _reason(job, seen)
     return seen
@@ -152,7 +157,7 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> Ended:
 def _deliver(job: Job, variables: Sequence[Mapping[str, str]]) -> None:
     files = job.orders()
     for number, order in enumerate(files.values()):
-        order["text"] = environment.shell_file(str(order["path"]), variables[number])
+        order["text"] = environment.shell_file(str(order["path"]), variables[number], removes=not job.shared)
     problems = [f"host {one.host}: {one.problem}" for one in job.ssh.call("receive", files) if one.problem is not None]
     if problems:
         raise ConfigError(problems)
@@ -162,7 +167,7 @@ def _pass_on(job: Job, launcher: subprocess.Popen[str], seen: Ended) -> None:
     """The launcher's errors to ours, noting the hosts that fail."""
     assert launcher.stderr is not None
     for line in launcher.stderr:
-        match = FAILED.match(line)
+        match = job.failed.match(line)
         if match is not None:
             seen.fail(job.host_of(match[1]), int(match[2]))
         sys.stderr.write(line)

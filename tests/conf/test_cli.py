@@ -175,3 +175,11 @@ def test_multirun_inside_a_process_group_is_refused(call):
     done = call("-m", "train.lr=0.5,0.25", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr == "error: -m would run every job inside each of 2 ranks; start one launcher a job instead\n"
+
+
+def test_torchruns_restarts_need_a_store_that_does_not_outlive_the_ranks(call):
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = call(TORCHELASTIC_MAX_RESTARTS="1", **agent)
+    assert done.returncode == 2 and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in done.stderr
+    assert call(TORCHELASTIC_MAX_RESTARTS="0", **agent).returncode == 0
+    assert call(TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_USE_AGENT_STORE="False").returncode == 0

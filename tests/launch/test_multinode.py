@@ -62,6 +62,15 @@ def test_of_spare_hosts_the_first_are_used(call):
     assert code == 0 and "2 ranks on w0, each" in out and "--include w0:0,1 " in out
 
 
+def test_openmpi_starts_a_process_for_every_slot_in_order_and_the_command_holds_none_of_the_users_words(call):
+    words = ["--launcher", "openmpi", "-e", "w0:0", "--interface", "ib0", "recipes/pretrain.py", "parallel=tp1"]
+    code, out, err = call("hosts", *words, "telemetry.wandb.tags=[a b]")
+    command = out.splitlines()[1]
+    assert (code, err) == (0, "") and "mpirun --map-by seq --host w0,w1,w1 -n 3 " in command
+    assert " --mca oob_tcp_if_include ib0 " in command and command.endswith(" 0:w0,1:w1,1:w1")
+    assert "wandb" not in command and "deepspeed" not in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -78,6 +87,10 @@ def test_of_spare_hosts_the_first_are_used(call):
             "--lost-after 1 is not a time in seconds; give 5 or more",
         ),
         (["hosts", "--hosts", "1", "recipes/pretrain.py", "parallel=tp4_pp2"], "but the hosts have 2 slots"),
+        (
+            ["hosts", "--launcher", "mpich", "recipes/pretrain.py"],
+            "--launcher mpich is not offered; use pdsh or openmpi",
+        ),
         (["hosts", "recipes/nothing.py"], "there is no recipe recipes/nothing.py"),
         (["hosts", "recipes/pretrain.py", "train.lrr=1"], "did you mean train.lr?"),
         (["hosts", "recipes/pretrain.py", "train.lr=-1"], "train.lr=-1"),
