@@ -266,11 +266,13 @@ def test_a_bpe_is_trained_on_long_runs_in_seconds(tmp_path):
 
 
 def test_a_bpe_takes_the_start_of_a_long_run_and_ordinary_text_whole():
-    for kind in ("y", " ", "-", "\u3002", "\u00e9", "ab1_"):
+    for kind in ("y", " ", "-", "\u3002", "\u00e9", "12", "_", "+/"):
         short, long, longer = (f"some words {(kind * 3000)[:size]} and more" for size in (990, 1500, 2500))
         assert train_bpe([long], size=300).to_str() == train_bpe([longer], size=300).to_str()
         assert len(_without_long_runs(long)) < len(short) + 20 and _without_long_runs(short) == short
     assert _without_long_runs("") == "" and _without_long_runs(LONG) == LONG
+    mixed = "aB3/" * 5000  # nothing here is one pre-token
+    assert _without_long_runs(mixed) == mixed
 
 
 def test_repeated_documents_are_counted_and_kept(tmp_path):
