@@ -26,7 +26,7 @@ cluster-test: $(DONE)
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    missing=$$(dpkg-query --show --showformat '$${Package} $${Status}\n' $(CLUSTER_PACKAGES) 2>&1 | \
 	        grep -v 'ok installed$$' | sed 's/^dpkg-query: no packages found matching //; s/ .*//'); \
-	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }; \
+	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; } || exit 1; \
 	    services=$$(grep -xE 'munge|slurmctld|slurmd' <<<"$$missing" || true); \
 	    [ -z "$$services" ] || systemctl disable --quiet --now $$services 2>/dev/null || true; \
 	fi

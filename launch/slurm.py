@@ -172,7 +172,7 @@ def run_job(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     if code != 0:
         tell_why(job.folder, code)
     if is_to_go_on(code, seen.requests):
-        requeue(environ)
+        requeue(job.label)  # by its task: the number of one of an array's tasks is that of the whole array
     return code
 
 
@@ -230,8 +230,7 @@ def is_to_go_on(code: int, requests: Sequence[signal.Signals]) -> bool:
     return code == 75 or (bool(requests) and code in NOTHING_SAVED)
 
 
-def requeue(environ: Mapping[str, str]) -> None:
-    number = environ["SLURM_JOB_ID"]
+def requeue(number: str) -> None:
     print(f"job {number} is put back into the queue; its next start goes on with the run", flush=True)
     done = subprocess.run(["scontrol", "requeue", number], capture_output=True, text=True)
     if done.returncode != 0:

@@ -1,6 +1,6 @@
 """Submit a recipe to Slurm after checking it here: one job, or a sweep as one array job.
 
-    python launch/submit.py --sbatch "-N 2 --gpus-per-node=8 -t 4:00:00" recipes/pretrain.py parallel=tp8_pp2
+    python launch/submit.py --sbatch "-N 2 --gpus-per-node=8 -t 4:00:00" recipes/pretrain.py parallel=tp4_pp2
     python launch/submit.py --sbatch "-N 1 --gpus-per-node=8" --array-limit 4 -m recipes/pretrain.py train.lr=1e-4,3e-4
 
 Prints sbatch's command and the job's number; DRY_RUN=1 stops before. --sbatch: options of sbatch. With -m each job is a

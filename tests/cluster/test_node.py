@@ -45,6 +45,7 @@ def test_two_hosts_train_as_one_rank_does(start, hosts, tmp_path, one_rank):
     assert hosts.processes() == []
 
 
+@SLOW
 def test_words_and_each_hosts_own_environment_reach_its_ranks(start, tmp_path):
     words = [word for word in OVERRIDES if word != "run.experiment=waits"]
     (tmp_path / ".deepspeed_env").write_text("# mine\n\nMY_OWN=a b=c $HOME\n")
@@ -64,7 +65,7 @@ def test_words_and_each_hosts_own_environment_reach_its_ranks(start, tmp_path):
     ("first", "second", "codes", "line"),
     [
         ([], None, [1], "host w1 (node 1) did not come to port 29500 of w0 within 3 s"),
-        (None, [], [1], "host w0 (node 0, w0 port 29500) did not answer within 3 s"),
+        pytest.param(None, [], [1], "host w0 (node 0, w0 port 29500) did not answer within 3 s", marks=SLOW),
         ([], ["train.lr=0.1"], [2, 2], "host w1 was started with other overrides or another hostfile than w0"),
     ],
     ids=["second absent", "first absent", "other words"],
@@ -97,6 +98,7 @@ def test_a_port_in_use_is_named(hosts, tmp_path):
         server.wait()
 
 
+@SLOW
 def test_a_rank_killed_on_one_host_ends_both_with_one_code(start, hosts, tmp_path):
     nodes = start(LONG, LONG)
     wait_for(lambda: steps_of(tmp_path / "runs" / "default" / "r"), seconds=180, what="a step")
@@ -107,14 +109,9 @@ def test_a_rank_killed_on_one_host_ends_both_with_one_code(start, hosts, tmp_pat
     assert hosts.processes() == []
 
 
+@SLOW
 @pytest.mark.parametrize(
-    ("node", "number"),
-    [
-        (0, signal.SIGTERM),
-        pytest.param(1, signal.SIGUSR1, marks=SLOW),
-        pytest.param(1, signal.SIGTERM, marks=SLOW),
-        pytest.param(0, signal.SIGINT, marks=SLOW),
-    ],
+    ("node", "number"), [(0, signal.SIGTERM), (1, signal.SIGUSR1), (1, signal.SIGTERM), (0, signal.SIGINT)]
 )
 def test_a_request_to_stop_on_one_host_saves_on_all_and_says_75(start, hosts, tmp_path, node, number):
     nodes = start(LONG, LONG)

@@ -93,6 +93,7 @@ def test_ranks_are_numbered_by_host_and_meet_on_the_first_host(words):
         assert int(environ["LOCAL_RANK"]) == int(environ["RANK"]) % each and rank["of"] == len(hosts)
 
 
+@SLOW
 def test_two_jobs_at_once_on_the_same_hosts_do_not_meet(slurm, tmp_path):
     """Case F4."""
     folders, jobs = [tmp_path / "a", tmp_path / "b"], []
@@ -138,8 +139,8 @@ def test_ranks_see_the_gpus_of_their_job_and_no_other(slurm, tmp_path, tasks, de
     [
         (TASK_A_RANK, ["parallel.tp=3"], "parallel.tp=3 x parallel.pp=1 = 3 does not divide the 4 slots of the hosts"),
         (["-N", "2", "--export=ALL,MASTER_ADDR=10.9.9.9"], [], "MASTER_ADDR=10.9.9.9 is no address of w0"),
-        (["-N", "2", "--export=ALL,MASTER_ADDR="], [], "MASTER_ADDR is empty"),
-        (TASK_A_HOST, ["train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?"),
+        pytest.param(["-N", "2", "--export=ALL,MASTER_ADDR="], [], "MASTER_ADDR is empty", marks=SLOW),
+        pytest.param(TASK_A_HOST, ["train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?", marks=SLOW),
     ],
 )
 def test_what_cannot_be_ends_the_job_with_code_2_and_a_line(slurm, tmp_path, options, words, line):

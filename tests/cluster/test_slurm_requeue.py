@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint_folder import list_checkpoints
-from tests.cluster.runs import SHOWS
-from tests.cluster.slurm import SBATCH, Slurm, rank_of
+from tests.cluster.runs import BIN, SHOWS
+from tests.cluster.slurm import SBATCH, SUBMIT, Slurm, rank_of
 from tests.engine.launched import FAULTY, events_of, steps_of, wait_for
 
 TASK_A_HOST, TASK_A_RANK = ["-N", "2"], ["-N", "2", "--ntasks-per-node=2"]
 SLOW = pytest.mark.slow
 PLANS = {"hosts": (TASK_A_HOST, "parallel=tp1_pp2"), "ranks": (TASK_A_RANK, "parallel=tp2_pp2")}
-LONG = ["model=llama_tiny", "data.sequence_length=32", "train.train_iters=100000", "checkpoint.interval=0"]
+LONG = [
+    "model=llama_tiny", "data.sequence_length=32", "train.train_iters=100000", "checkpoint.interval=0",
+    "telemetry=quiet",
+]  # fmt: skip
 
 
 class Training:
@@ -138,3 +141,23 @@ def test_a_killed_rank_ends_the_job_on_both_hosts(train, slurm, how):
     assert state == "FAILED" and code not in (0, 2, 75)
     assert "a rank was lost" in (training.folder / f"slurm-{training.job}.out").read_text(), training.output
     assert slurm.processes() == []
+
+
+@SLOW
+def test_one_job_of_a_sweep_is_requeued_and_the_others_train_on(slurm, tmp_path):
+    command = [str(BIN / "python"), SUBMIT, "--sbatch", "-N 1", "--id", "s", "-m", str(FAULTY), *LONG]
+    command += ["train.eval_interval=0", "train.lr=1e-3,1e-4"]
+    code, output = slurm.call(command, tmp_path, FAULT="slow")
+    assert code == 0, output
+    job = output.splitlines()[-1].removeprefix("job ").partition(";")[0]
+    runs = [tmp_path / "runs" / "s" / f"s-0{task}" for task in (0, 1)]
+    try:
+        wait_for(lambda: all(len(steps_of(run)) >= 2 for run in runs), seconds=180, what="steps of both")
+        slurm.run("scancel", "--signal=USR1", "--batch", f"{job}_1")
+        wait_for(lambda: slurm.about(f"{job}_1")["Restarts"] == "1", seconds=60, what="the requeue")
+        (saved,) = [step for step, _ in list_checkpoints(runs[1] / "checkpoints")]
+        wait_for(lambda: steps_of(runs[1])[-1] > saved, seconds=180, what="its next step")
+        assert steps_of(runs[1]) == list(range(1, len(steps_of(runs[1])) + 1))
+        assert slurm.about(f"{job}_0")["Restarts"] == "0" and slurm.state(f"{job}_0") == "RUNNING"
+    finally:
+        slurm.end()
