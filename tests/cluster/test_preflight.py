@@ -177,6 +177,7 @@ def test_fewer_gpus_than_slots_and_a_sick_one_are_told(fresh, tmp_path):
     assert found["gpu health"]["w0"]["ok"] and found["memory"]["w0"]["ok"]
 
 
+@pytest.mark.slow
 def test_multinode_does_not_start_where_its_preflight_is_red(hosts, tmp_path):
     (tmp_path / "hostfile").write_text("w0 slots=1\nw7 slots=1\n")
     command = [MULTINODE, "hostfile", "--preflight", SHOWS, "parallel=tp1"]
