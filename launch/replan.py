@@ -29,6 +29,7 @@ from parallel.prediction import predict_run
 from parallel.search import Candidate, best, search
 from telemetry.tables import size
 
+SMALL = 16  # ranks up to which every number is searched
 CHANGED = ("parallel", "zero.stage", "train.micro_batch_size", "cluster.nodes", "cluster.devices_per_node")
 
 
@@ -80,32 +81,36 @@ def _on(config: Config, hosts: Slots) -> Config:
 
 
 def _fastest(config: Config, hosts: Slots, *, device: str) -> Planned:
-    limit = config.cluster.memory_per_device
-    found: list[tuple[float, Slots, Candidate]] = []
-    smallest: list[int] = []
-    inside = _first(
-        hosts, ranks(hosts), multiple=config.parallel.tp
-    )  # slots that keep the configured tensor axis inside
-    for pool in [hosts, inside] if inside and inside != hosts else [hosts]:
-        here: list[tuple[float, Slots, Candidate]] = []
-        for world in range(ranks(pool), 0, -1):
-            if here and world <= ranks(pool) - max(map(len, pool.values())):
-                break  # a host's worth fewer is not tried where more ranks have a plan
-            used = _first(pool, world, multiple=gcd(world, *map(len, pool.values())))
-            try:
-                seen = search(_on(config, used), world, device=device, limit_bytes=limit)
-            except PlanError as error:
-                raise ConfigError(error.problems) from None
-            smallest += [one.memory_bytes for one in seen.too_large[:1]]
-            pairs = best(seen, world_size=world, device=device, limit_bytes=limit, count=1)
-            here += [(candidate.step_s, used, candidate) for candidate, _ in pairs]
-        found += here
+    limit, smallest = config.cluster.memory_per_device, list[int]()
+    found: list[tuple[float, int, Candidate, Slots]] = []
+    for used in _worlds(hosts, tp=config.parallel.tp):
+        world = ranks(used)
+        if found and world <= ranks(hosts) - max(map(len, hosts.values())):
+            break  # a host's worth fewer is not tried where more ranks have a plan
+        try:
+            seen = search(_on(config, used), world, device=device, limit_bytes=limit)
+        except PlanError as error:
+            raise ConfigError(error.problems) from None
+        smallest += [one.memory_bytes for one in seen.too_large[:1]]
+        for candidate, _ in best(seen, world_size=world, device=device, limit_bytes=limit, count=1):
+            found.append((candidate.step_s, candidate.memory_bytes, candidate, used))
     if not found:
         raise ConfigError([_none(hosts, f"the smallest takes {size(min(smallest))}" if smallest else "", config)])
-    seconds, used, candidate = min(found, key=lambda one: (one[0], one[2].memory_bytes))
-    held = _against(candidate.memory_bytes, limit)
-    why = f"the fastest by prediction that fits: {seconds:.3g} s a step, {held} on the worst rank"
+    seconds, held, candidate, used = min(found, key=lambda one: one[:2])
+    why = f"the fastest by prediction that fits: {seconds:.3g} s a step, {_against(held, limit)} on the worst rank"
     return _changed(config, candidate.config, used, device=device, chosen_by="planner", why=why)
+
+
+def _worlds(hosts: Slots, *, tp: int) -> Iterator[Slots]:
+    """Slots to search plans for, most first: a host's worth fewer at most, and small numbers, for which few plans are
+    legal. Both with the odd slots of hosts that tp does not divide, and without.
+    """
+    inside = _first(hosts, ranks(hosts), multiple=tp)
+    pools = [hosts, inside] if inside and inside != hosts else [hosts]
+    for world in range(ranks(hosts), 0, -1):
+        for pool in pools if world > ranks(hosts) - max(map(len, hosts.values())) or world <= SMALL else ():
+            if world <= ranks(pool):
+                yield _first(pool, world, multiple=gcd(world, *map(len, pool.values())))
 
 
 def _in_order(config: Config, hosts: Slots, *, device: str, no_rates: str) -> Planned:
