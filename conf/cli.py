@@ -114,6 +114,7 @@ def without_launcher_arguments(argv: Sequence[str]) -> list[str]:
 
 def world() -> tuple[int, int]:
     """(rank, world size) as the launcher says in RANK and WORLD_SIZE; one rank without them."""
+    _refuse_many_alone()
     found = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -124,6 +125,16 @@ def world() -> tuple[int, int]:
     if rank >= size:
         raise ConfigError([f"RANK={rank} is not below WORLD_SIZE={size}; ranks are 0 to {size - 1}"])
     return rank, size
+
+
+def _refuse_many_alone() -> None:
+    """srun and mpirun say their tasks in words of their own: each would train the whole run alone."""
+    for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
+            raise ConfigError([
+                f"{launcher} started {os.environ[name]} tasks ({name}) without RANK and WORLD_SIZE, which would train "
+                "a run each; start through launch/slurm.sbatch or launch/multinode.sh --launcher openmpi"
+            ])  # fmt: skip
 
 
 def require_own_store() -> None:

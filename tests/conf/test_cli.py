@@ -100,6 +100,8 @@ def test_only_rank_0_speaks_and_the_others_leave_with_code_2(call):
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2; ranks are 0 to 1"),
         ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks (SLURM_STEP_NUM_TASKS) without RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 tasks (OMPI_COMM_WORLD_SIZE) without RANK"),
     ],
 )
 def test_ranks_that_no_world_has_are_refused(call, environ, line):
