@@ -58,6 +58,11 @@ class LRUnit(str, Enum):
     tokens = "tokens"
 
 
+class DataFormat(str, Enum):
+    text = "text"
+    conversations = "conversations"
+
+
 class BadLine(str, Enum):
     fail = "fail"
     skip = "skip"

@@ -53,6 +53,7 @@ RANGES: dict[Range, str] = {
         parallel.tp parallel.pp parallel.version parallel.recompute_interval
         zero.bucket_size precision.loss_scale_window precision.min_loss_scale
         data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents
+        data.validation_sources.weight data.validation_sources.max_documents
         optimizer.epsilon
         train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
         cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s

@@ -20,6 +20,7 @@ from conf.choices import AlertSeverity as AlertSeverity
 from conf.choices import AlertSlice as AlertSlice
 from conf.choices import (
     BadLine,
+    DataFormat,
     DeviceKind,
     DType,
     Family,
@@ -105,6 +106,9 @@ class CorpusSource:
     weight: float = 1.0  # share of samples drawn from it, before normalisation
     split: str = "train"  # split of a Hugging Face dataset
     text_column: str = "text"  # column that holds the text
+    messages_column: str = "messages"  # conversations: a list of {role, content}, or ShareGPT's {from, value}
+    prompt_column: str = "prompt"  # conversations: text before the completion, where there are no messages
+    completion_column: str = "completion"  # conversations: text that is learnt, to the end of the sequence
     streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
     max_documents: Optional[int] = None  # read at most this many documents; null: all
 
@@ -114,6 +118,10 @@ class DataConfig:
     """Text to tokens to batches."""
 
     sources: list[CorpusSource] = field(default_factory=lambda: [CorpusSource(path="stdlib")])  # blend of corpora
+    format: DataFormat = DataFormat.text  # of the rows: text; conversations (messages, or prompt and completion)
+    validation_sources: list[CorpusSource] = field(default_factory=list)  # conversations held out; empty: by a hash
+    chat_template: Optional[str] = None  # conversations: file of a Jinja chat template; null: the tokenizer's own
+    packing: bool = True  # conversations: several share a sample, never cut; false: one a sample, padded
     tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder, a tokenizer.json or a hub name
     bpe_vocab_size: int = 4096  # "bpe": number of token ids to train
     sequence_length: int = 256  # tokens per sample

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.schema import DataConfig
-from corpus.cache import Progress, built_once
+from corpus.cache import Build, Progress, built_once
 from corpus.dataset import Blend, SampleStream
 from corpus.readers import Tally, documents
 from corpus.sources import ResolvedSource, resolve
@@ -44,7 +44,7 @@ class PreparedCorpus:
     """train: for ever, shuffled each epoch; validation: fixed order, None where data.validation_fraction is 0.
 
     fingerprint: hex, of the token ids, the tokenizer and all that decides which sample is which; equal on all machines
-    whose runs read the same samples.
+    whose runs read the same samples. notes: lines that every start of a run should say.
     """
 
     train: Blend
@@ -52,6 +52,7 @@ class PreparedCorpus:
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
 
 def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
@@ -59,7 +60,7 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
 
     ValueError: bad settings, bad or too little text, a tokenizer with more ids than vocab_size.
     """
-    _check(data)
+    check(data)
     tell: Progress = progress or (lambda line: None)
     resolved = [resolve(source) for source in data.sources]
     tokenizer = _tokenizer(data, resolved, tell)
@@ -74,10 +75,11 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
     )
     identity = [FORMAT, tokenizer.fingerprint, data.sequence_length, data.mask_documents, seed]
     identity += [[source.weight, source.manifest["files"]] for source in sources]
-    return PreparedCorpus(train, validation, tokenizer, sources, _hash(identity))
+    return PreparedCorpus(train, validation, tokenizer, sources, digest_of(identity))
 
 
-def _check(data: DataConfig) -> None:
+def check(data: DataConfig) -> None:
+    """ValueError for settings that no corpus can be prepared with."""
     if not data.sources:
         raise ValueError("data.sources is empty; name at least one, such as {path: stdlib}")
     if not 0 <= data.validation_fraction < 1:
@@ -89,7 +91,7 @@ def _check(data: DataConfig) -> None:
 def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progress) -> Tokenizer:
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
-    key = _hash(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
+    key = digest_of(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
     folder = Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}"
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
@@ -122,17 +124,23 @@ def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterato
 def _source(
     source: ResolvedSource, *, data: DataConfig, tokenizer: Tokenizer, progress: Progress
 ) -> tuple[Path, dict[str, Any]]:
-    key = _hash([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.label).strip("-.")[-40:] or "corpus"
-    folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
+    key = digest_of([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
         tell(f"{source.label}: tokenising with {tokenizer.name}")
         manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=tell)
         return {"format": FORMAT, "key": key, **manifest}
 
-    manifest = built_once(folder, build=build, what=source.label, timeout_s=data.wait_timeout_s, progress=progress)
-    return folder, manifest
+    return built_source(source.label, key, build, data=data, progress=progress)
+
+
+def built_source(
+    label: str, key: str, build: Build, *, data: DataConfig, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    """(folder, manifest) of a source's files, built where there are none of this key yet."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")[-40:] or "corpus"
+    folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
+    return folder, built_once(folder, build=build, what=label, timeout_s=data.wait_timeout_s, progress=progress)
 
 
 def _blend(
@@ -163,5 +171,6 @@ def _text_key(data: DataConfig) -> list[Any]:
     return [data.validation_fraction, data.bad_lines.value]
 
 
-def _hash(what: Any) -> str:
+def digest_of(what: Any) -> str:
+    """sha256 of anything that JSON can say."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
     python recipes/prepare.py data.tokenizer=bpe model.vocab_size=4096
     python recipes/prepare.py 'data.sources=[{path: books/*.jsonl.gz, weight: 3}, {path: stdlib}]'
+    python recipes/prepare.py data=chat data.sources.0.path=chats.jsonl data.tokenizer=FOLDER model.vocab_size=32000
 
 Training does the same by itself when the files are not there; this recipe does it on one process without a model.
 """
@@ -14,23 +15,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
-from conf.schema import Config
+from conf.schema import Config, DataFormat
 from parallel.plan import ParallelPlan
 
 
 def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.batches import require_batch
-    from corpus.prepare import prepare
+    from corpus.conversation_summary import conversation_table
+    from corpus.corpora import prepare_corpus
     from corpus.summary import table
     from engine.failure import refuse
     from engine.session import announce
 
     try:
-        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        corpus = prepare_corpus(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
     except ValueError as error:
         return refuse(error)
-    announce(table(corpus))
+    announce(table(corpus) if config.data.format is DataFormat.text else conversation_table(corpus))
     return 0
 
 
