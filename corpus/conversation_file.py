@@ -17,7 +17,7 @@ from corpus.conversations import Conversation
 from corpus.dataset import Sample
 from corpus.order import order_key, permute
 from corpus.packing import mixed, packed
-from corpus.token_file import Array, map_file
+from corpus.token_file import Array, map_array
 
 
 class ConversationWriter:
@@ -74,7 +74,7 @@ class ConversationFile:
     @classmethod
     def open(cls, folder: Path, *, split: str, dtype: str) -> ConversationFile:
         kinds = {"bin": dtype, "counts": "u1", "ends": "<i8", "members": "<i8", "sample_ends": "<i8"}
-        return cls(*(map_file(folder / f"{split}.{name}", np.dtype(kind)) for name, kind in kinds.items()))
+        return cls(*(map_array(folder / f"{split}.{name}", np.dtype(kind)) for name, kind in kinds.items()))
 
     def __len__(self) -> int:
         return len(self.sample_ends)

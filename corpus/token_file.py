@@ -20,7 +20,7 @@ def token_dtype(size: int) -> np.dtype:
     return np.dtype("<u2") if size <= 1 << 16 else np.dtype("<u4")
 
 
-def map_file(path: Path, dtype: np.dtype) -> Array:
+def map_array(path: Path, dtype: np.dtype) -> Array:
     """The numbers of a plain file, read where they are touched."""
     if path.stat().st_size == 0:
         return np.empty(0, dtype)  # an empty file cannot be mapped
@@ -37,7 +37,7 @@ class TokenFile:
     @classmethod
     def open(cls, folder: Path, *, split: str, dtype: str) -> TokenFile:
         return cls(
-            map_file(folder / f"{split}.bin", np.dtype(dtype)), map_file(folder / f"{split}.ends", np.dtype("<i8"))
+            map_array(folder / f"{split}.bin", np.dtype(dtype)), map_array(folder / f"{split}.ends", np.dtype("<i8"))
         )
 
     def __len__(self) -> int:
