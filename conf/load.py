@@ -54,7 +54,7 @@ RANGES: dict[Range, str] = {
         zero.bucket_size precision.loss_scale_window precision.min_loss_scale
         data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents
         data.validation_sources.weight data.validation_sources.max_documents
-        optimizer.epsilon
+        optimizer.epsilon lora.alpha
         train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
         cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s
         cluster.intra_node.bandwidth cluster.inter_node.bandwidth cluster.host.bandwidth
@@ -68,14 +68,14 @@ RANGES: dict[Range, str] = {
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers optimizer.weight_decay optimizer.clip_grad
         benchmark.warmup_steps train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
+        plan.dry_run checkpoint.interval checkpoint.keep_every lora.rank cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,
     KEPT: "checkpoint.keep_last",
     ENOUGH: "promote.steps",
     FACTOR: "train.spike_factor",
-    SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
+    SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction lora.dropout optimizer.beta1 optimizer.beta2",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }

@@ -33,6 +33,7 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, ProbeConfig, PromoteConfig
 
 
@@ -281,6 +282,7 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     alerts: dict[str, Any] = field(default_factory=dict)  # AlertRule by name: conf/alerts, and alerts.NAME.FIELD
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor
@@ -20,9 +21,13 @@ from conf.schema import Config, CorpusSource, DataConfig, DataFormat, LRSchedule
 from corpus.batches import Batch, batch, micro_batches
 from corpus.corpora import prepare_corpus
 from corpus.prepare import PreparedCorpus
+from model.adapters import adapter_tensors, with_adapters
 from model.attention import document_mask, document_starts
 from model.huggingface import huggingface_config, to_huggingface_state
+from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.parameter import to_canonical
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import SINGLE
 from tests.engine.cases import reference_model, tiny_config
 from tests.engine.on_ranks import open_trainer
 
@@ -112,6 +117,57 @@ def trainer_run(
     return [sum(trainer.losses[n : n + accumulated]) for n in range(0, len(trainer.losses), accumulated)]
 
 
+def adapted_model(config: Config) -> Transformer:
+    """Ours with its adapters, whole in this process."""
+    streams = RandomStreams(tensor_rank=0)
+    specs = build_layer_specs(
+        config.model, tensor=SINGLE, streams=streams, padded_vocab_size=config.model.vocab_size,
+        sequence_parallel=False, recompute="none", mask_documents=True, seed=config.seed,
+    )  # fmt: skip
+    specs = with_adapters(
+        specs, model=config.model, lora=config.lora, tensor=SINGLE, streams=streams, sequence_parallel=False,
+        seed=config.seed,
+    )  # fmt: skip
+    return Transformer(specs, streams=streams)
+
+
+def trained_canonical(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Whole canonical tensors of what a module in one process trains."""
+    canonical: dict[str, Tensor] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            canonical |= to_canonical(parameter.detach(), parameter.info)  # type: ignore[attr-defined]
+    return canonical
+
+
+def to_peft(canonical: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Canonical tensors of adapters -> PEFT's state dict."""
+    parts: dict[str, dict[int, Tensor]] = {}
+    for ours, place in adapter_tensors(config.model, config.lora).items():
+        parts.setdefault(place.name, {})[place.part] = canonical[ours]
+    return {name: torch.cat([found[n] for n in sorted(found)]) for name, found in parts.items()}
+
+
+def from_peft(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    places = adapter_tensors(config.model, config.lora)
+    return {ours: state[place.name].chunk(place.parts)[place.part] for ours, place in places.items()}
+
+
+def peft_model(config: Config, state: Mapping[str, Tensor]) -> peft.PeftModel:
+    """PEFT's adapters of these values around transformers' model."""
+    settings: dict[str, Any] = {"r": config.lora.rank, "lora_alpha": config.lora.alpha, "task_type": "CAUSAL_LM"}
+    targets = config.lora.target_modules
+    settings["target_modules"] = "all-linear" if targets == ["all-linear"] else targets
+    adapted = peft.get_peft_model(transformers_model(config), peft.LoraConfig(**settings))
+    loaded = peft.set_peft_model_state_dict(adapted, dict(state))
+    assert not loaded.unexpected_keys and not [key for key in loaded.missing_keys if "lora" in key]
+    return adapted
+
+
+def peft_state(adapted: peft.PeftModel) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in peft.get_peft_model_state_dict(adapted).items()}
+
+
 def our_run(config: Config, steps: int = STEPS) -> tuple[list[float], Mapping[str, tuple[Any, Tensor]], int, int]:
     """(losses, this rank's parameters with their infos by name, tensor rank, tensor size)."""
     torch.set_num_threads(1)
@@ -123,5 +179,5 @@ def our_run(config: Config, steps: int = STEPS) -> tuple[list[float], Mapping[st
         batches = micro_batches(corpus.train, plan=plan, first_sample=first, data_rank=groups.data.rank)
         streams.seed_step(seed=config.seed, step=step, data_rank=groups.data.rank, stage=groups.pipeline.rank)
         losses.append(trainer.train_batch(batches if trainer.holds_data else None, lr=config.train.lr).loss)
-    held = {p.info.name: (p.info, p.detach().clone()) for p in trainer.module.parameters()}  # type: ignore[attr-defined,union-attr]
+    held = {p.info.name: (p.info, p.detach().clone()) for p in trainer.module.parameters() if p.requires_grad}  # type: ignore[attr-defined,union-attr]
     return losses, held, groups.tensor.rank, groups.tensor.size

@@ -1,0 +1,128 @@
+"""Which layers of a model get low-rank adapters, and what transformers and PEFT call them.
+
+An adapter belongs to a module of transformers' model, not to a matrix of ours: query, key and value are three in Llama
+and one in GPT-2, whatever the plan fuses. So everything follows from where the canonical tensors lie in transformers'
+state dict. Not here: how an adapter is split (model/tensor_parallel/lora.py), and files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from conf.schema import LoraConfig, ModelConfig
+from model.huggingface import Stored, stored_tensors
+from model.layers import LayerSpec
+from model.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from model.tensor_parallel.lora import Adapter, ColumnLora, Rows, RowLora
+from model.tensor_parallel.parameter import ParameterInfo, Section
+from model.tensor_parallel.qkv import QKVParallelLinear
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import AxisGroup
+
+ALL_LINEAR = "all-linear"
+PREFIX = "base_model.model."  # of every name in a PEFT adapter
+
+
+def adapted_modules(model: ModelConfig, targets: Sequence[str]) -> dict[str, list[tuple[str, Stored]]]:
+    """Module in transformers -> (canonical weight, its place in the module's), for each that gets an adapter.
+
+    ValueError for a target that names none, with the names that do.
+    """
+    modules: dict[str, list[tuple[str, Stored]]] = {}
+    for ours, place in stored_tensors(model).items():
+        module, _, leaf = place.name.rpartition(".")
+        if ours.startswith("blocks.") and leaf == "weight" and "norm" not in ours.split(".")[-2]:
+            modules.setdefault(module, []).append((ours, place))
+    unknown = [target for target in targets if target != ALL_LINEAR and not any(_is(m, target) for m in modules)]
+    if unknown or not targets:
+        known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+        raise ValueError(
+            f"lora.target_modules={list(targets)}: {', '.join(unknown) or 'the list'} names no matrix of the blocks of "
+            f"model.family={model.family.value}; use {ALL_LINEAR}, or some of {known}"
+        )
+    return {
+        module: held
+        for module, held in modules.items()
+        if any(target == ALL_LINEAR or _is(module, target) for target in targets)
+    }
+
+
+def _is(module: str, target: str) -> bool:
+    """PEFT's rule for a list of names."""
+    return module == target or module.endswith(f".{target}")
+
+
+def adapter_tensors(model: ModelConfig, lora: LoraConfig) -> dict[str, Stored]:
+    """Canonical name of each tensor of the adapters -> its place in PEFT's file."""
+    places = {}
+    for module, held in adapted_modules(model, lora.target_modules).items():
+        places[f"{module}.lora_A.weight"] = Stored(f"{PREFIX}{module}.lora_A.weight")
+        b = f"{PREFIX}{module}.lora_B.weight"
+        if len(held) == 1:
+            places[f"{module}.lora_B.weight"] = Stored(b)
+        for ours, place in held if len(held) > 1 else ():
+            section = dataclasses.replace(place, name=b, transposed=False)
+            places[f"{module}.{_label(ours)}.lora_B.weight"] = section
+    return places
+
+
+def _label(canonical: str) -> str:
+    """query of blocks.0.attention.query.weight."""
+    return canonical.split(".")[-2]
+
+
+def with_adapters(
+    specs: Sequence[LayerSpec],
+    *,
+    model: ModelConfig,
+    lora: LoraConfig,
+    tensor: AxisGroup,
+    streams: RandomStreams,
+    sequence_parallel: bool,
+    seed: int,
+) -> list[LayerSpec]:
+    """The same layers, frozen, with adapters beside the matrices that `lora` names."""
+    of_weight = {
+        ours: module for module, held in adapted_modules(model, lora.target_modules).items() for ours, _ in held
+    }
+    adapter = Adapter(lora.rank, lora.alpha, lora.dropout, seed)
+    shared: dict[str, Any] = dict(tensor=tensor, streams=streams)
+
+    def adapted(build: Callable[[], nn.Module]) -> nn.Module:
+        layer = build()
+        layer.requires_grad_(False)
+        for part in list(layer.modules()):
+            if isinstance(part, RowParallelLinear):
+                info = part.weight.info  # type: ignore[attr-defined]
+                if info.name in of_weight:
+                    sizes = dict(in_features=info.global_shape[1], out_features=info.global_shape[0])
+                    part.lora = RowLora(adapter, of_weight[info.name], **sizes, **shared)
+            elif isinstance(part, (ColumnParallelLinear, QKVParallelLinear)):
+                rows = _rows(part, of_weight)
+                if any(run.name is not None for run in rows):
+                    part.lora = ColumnLora(
+                        adapter, rows, in_features=part.weight.shape[1], sequence_parallel=sequence_parallel, **shared
+                    )
+        return layer
+
+    def make(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: adapted(build)
+
+    return [dataclasses.replace(spec, build=make(spec.build)) for spec in specs]
+
+
+def _rows(layer: ColumnParallelLinear | QKVParallelLinear, of_weight: Mapping[str, str]) -> list[Rows]:
+    """The layer's rows in their order, those of one adapter together."""
+    weights = [layer.weight, getattr(layer, "kv_weight", None)]
+    infos: list[ParameterInfo] = [weight.info for weight in weights if weight is not None]  # type: ignore[attr-defined]
+    runs = []
+    for info in infos:
+        sections = info.sections or (Section(info.name, info.global_shape[0]),)
+        for name, group in groupby(sections, key=lambda section: of_weight.get(section.name)):
+            runs.append(Rows(name, tuple((_label(one.name), one.size) for one in group), info.replicas))
+    return runs
