@@ -13,6 +13,7 @@ from typing import Any, Optional
 from conf.alert_schema import AlertRule as AlertRule
 from conf.alert_schema import NormalRange as NormalRange
 from conf.alert_schema import Persistence as Persistence
+from conf.choices import Activation as Activation
 from conf.choices import AlertAction as AlertAction
 from conf.choices import AlertCompared as AlertCompared
 from conf.choices import AlertReference as AlertReference
@@ -42,7 +43,7 @@ class ModelConfig:
     """What is computed. Sizes are whole-model sizes, before any split."""
 
     name: str = "???"  # a label for logs and tables
-    family: Family = Family.llama  # gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU
+    family: Family = Family.llama  # the kind of block: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox (Pythia)
     vocab_size: int = 256  # number of real token ids; padding for the tensor axis is derived
     hidden_size: int = 64  # width of the residual stream
     num_layers: int = 4  # transformer blocks
@@ -57,6 +58,13 @@ class ModelConfig:
     rope_scaling: Optional[dict[str, Any]] = field(
         default_factory=dict
     )  # transformers': {rope_type: linear, factor: 2}
+    rotary_fraction: Optional[float] = None  # share of each head that is rotated; null: the family's own
+    sliding_window: Optional[int] = None  # keys that a query sees, its own included; null: all before it
+    layer_types: Optional[list[str]] = None  # full_attention or sliding_attention a block; null: sliding in all
+    attention_bias: Optional[bool] = None  # biases of the attention's projections; null: the family's own
+    mlp_bias: Optional[bool] = None  # biases of the feed-forward's projections; null: the family's own
+    activation: Optional[Activation] = None  # of the feed-forward layer; null: the family's own
+    parallel_residual: Optional[bool] = None  # attention and feed-forward both read the input; null: the family's own
     hidden_dropout: float = 0.0  # dropout on embeddings and on each residual branch
     attention_dropout: float = 0.0  # dropout on attention probabilities
     init_std: float = 0.02  # standard deviation of initial weights; residual outputs use it / sqrt(2 num_layers)

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from conf.huggingface_config import huggingface_config
 from conf.load import fingerprint, to_plain
 from conf.schema import CheckpointConfig, OnSaveError
 from corpus.cache import sync_folder
@@ -51,8 +52,8 @@ from engine.held import (
 )
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest
-from model.huggingface import huggingface_config
+from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest, weight_map
+from model.huggingface_names import names_in_folder
 from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json
 
@@ -218,9 +219,10 @@ class Checkpoints:
         stored = StoredTensors(folder.parent)
         if (folder.parent / MANIFEST).is_file():
             self._checked(folder.parent, stored, kinds=(folder.name,))
-        boxes = boxes_to_load(self.trainer, self.session.config.model, self.session.groups)
+        model = self.session.config.model
+        boxes = boxes_to_load(self.trainer, model, self.session.groups)
         weights = ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS)
-        stored.load(weights)
+        stored.load(weights, called=names_in_folder(weight_map(folder), model)[0])
 
     def _checked(self, path: Path, stored: StoredTensors, *, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
         """The manifest, after all ranks together have read every byte of the given folders."""

@@ -23,7 +23,7 @@ from conf.schema import ModelConfig
 from engine.checkpoint_folder import MOMENTS, WEIGHTS
 from engine.device import Device
 from engine.step import Trainer
-from model.huggingface import stored_tensors
+from model.huggingface_names import stored_tensors
 from model.placement import Box, boxes
 from parallel.groups import AxisGroup, Groups
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from conf.huggingface import CONFIG, model_of, read_config
+from conf.huggingface_config import FREE, model_differences
 from conf.load import leaves, to_plain
 from conf.schema import Config
 from engine.checkpoint_folder import (
@@ -25,15 +27,13 @@ from engine.distributed import broadcast
 from engine.failure import StopRun
 from engine.session import announce
 from engine.storage import weight_map
-from model.huggingface import differences_from
+from model.huggingface_names import tensor_differences
 from parallel.sizes import parameter_count
 from telemetry.redact import redacted
 from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path, write_json
 from telemetry.tables import size
 from telemetry.timeline import Timeline
 
-# How a model is trained, not what it is: these may change between checkpoint and resume.
-FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 RECIPES = ("benchmark", "plan", "probe", "promote")
 ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
@@ -100,12 +100,13 @@ def weights_folder(config: Config) -> Path | None:
     given = Path(config.initialize_from).expanduser().absolute()
     folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
     try:
-        names = weight_map(folder)
-        about = folder / "config.json"
-        theirs = json.loads(about.read_text()) if about.exists() else {}
+        differences = tensor_differences(weight_map(folder), config.model)
+        if (folder / CONFIG).exists():
+            theirs = model_of(read_config(folder), name=config.model.name)
+            differences = [*model_differences(theirs, config.model), *differences]
     except (ValueError, OSError) as error:
-        raise ValueError(f"initialize_from={config.initialize_from}: {error}") from None
-    differences = differences_from(names, theirs, config.model)
+        lines = str(error).splitlines()
+        raise ValueError("\n".join(f"initialize_from={config.initialize_from}: {line}" for line in lines)) from None
     if differences:
         raise ValueError(f"initialize_from={config.initialize_from} is another model: {'; '.join(differences)}")
     return folder

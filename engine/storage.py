@@ -136,21 +136,26 @@ class StoredTensors:
                 return f"{one.file}: the values of {one.tensor} at {list(one.offsets)} are not those that were written"
         return None
 
-    def load(self, boxes: Iterable[tuple[str, Box, Tensor]]) -> None:
-        """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there."""
+    def load(self, boxes: Iterable[tuple[str, Box, Tensor]], *, called: Mapping[str, str] | None = None) -> None:
+        """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there.
+
+        `called`: what the folder calls tensors whose name there is another.
+        """
+        called = called or {}
         maps: dict[str, Mapping[str, str]] = {}
         for kind, box, target in boxes:
             last_state.now("load", tensor=f"{kind}/{box.name}")
             if kind not in maps:
                 maps[kind] = weight_map(self.folder / kind)
-            if box.name not in maps[kind]:
-                raise ValueError(f"{self.folder / kind} has no tensor {box.name}; it holds {len(maps[kind])} others")
-            file = f"{kind}/{maps[kind][box.name]}"
-            stored = tuple(self._opened(file).get_slice(box.name).get_shape())
+            name = called.get(box.name, box.name)
+            if name not in maps[kind]:
+                raise ValueError(f"{self.folder / kind} has no tensor {name}; it holds {len(maps[kind])} others")
+            file = f"{kind}/{maps[kind][name]}"
+            stored = tuple(self._opened(file).get_slice(name).get_shape())
             if stored != box.shape:
-                raise ValueError(f"{self.folder / file}: {box.name} is {stored}, the model needs {box.shape}")
+                raise ValueError(f"{self.folder / file}: {name} is {stored}, the model needs {box.shape}")
             with torch.no_grad():
-                target.copy_(self._box(file, box.name, box.offsets, box.sizes))
+                target.copy_(self._box(file, name, box.offsets, box.sizes))
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:

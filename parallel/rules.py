@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from conf.schema import Config, DType, Recompute
+from parallel import architecture
 from parallel.sizes import sizes
 
 
@@ -61,13 +62,21 @@ def _model(config: Config) -> Iterator[str]:
             f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; "
             "use a divisor or set model.head_dim"
         )
-    elif sizes(model).rotary and sizes(model).head_dim % 2:
-        yield f"model.head_dim={sizes(model).head_dim} is odd, and rotary positions turn pairs; use an even size"
+    elif sizes(model).rotary_dim % 2 or (sizes(model).parts.rotary and not sizes(model).rotary_dim):
+        yield f"{_rotated(config)}, and rotary positions turn pairs; use an even size"
     if heads % kv_heads:
         yield (
             f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads}; "
             f"use {_either(_divisors(heads))}"
         )
+    yield from architecture.problems(model)
+
+
+def _rotated(config: Config) -> str:
+    size = sizes(config.model)
+    if size.parts.rotary_fraction == 1:
+        return f"model.head_dim={size.head_dim} is odd"
+    return f"model.rotary_fraction={size.parts.rotary_fraction:g} of a head of {size.head_dim} is {size.rotary_dim}"
 
 
 def _tensor(config: Config) -> Iterator[str]:
