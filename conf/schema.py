@@ -19,9 +19,9 @@ from conf.choices import AlertCompared as AlertCompared
 from conf.choices import AlertReference as AlertReference
 from conf.choices import AlertSeverity as AlertSeverity
 from conf.choices import AlertSlice as AlertSlice
+from conf.choices import BadLine as BadLine
+from conf.choices import DataFormat as DataFormat
 from conf.choices import (
-    BadLine,
-    DataFormat,
     DeviceKind,
     DType,
     Family,
@@ -34,8 +34,10 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.data_schema import CorpusSource as CorpusSource
+from conf.data_schema import DataConfig as DataConfig
 from conf.lora_schema import LoraConfig as LoraConfig
-from conf.recipe_schema import BenchmarkConfig, PlanConfig, ProbeConfig, PromoteConfig
+from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
 
 
 @dataclass
@@ -105,41 +107,6 @@ class PrecisionConfig:
     initial_loss_scale_power: int = 16  # fp16: first loss scale is 2 to this power
     loss_scale_window: int = 1000  # fp16: good steps before the scale doubles
     min_loss_scale: float = 1.0  # fp16: the run stops with a message when overflow persists at this scale
-
-
-@dataclass
-class CorpusSource:
-    """One corpus of a blend."""
-
-    path: str = "???"  # "stdlib", a file, a folder, a glob, or hf:NAME[/CONFIG]
-    weight: float = 1.0  # share of samples drawn from it, before normalisation
-    split: str = "train"  # split of a Hugging Face dataset
-    text_column: str = "text"  # column that holds the text
-    messages_column: str = "messages"  # conversations: a list of {role, content}, or ShareGPT's {from, value}
-    prompt_column: str = "prompt"  # conversations: text before the completion, where there are no messages
-    completion_column: str = "completion"  # conversations: text that is learnt, to the end of the sequence
-    streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
-    max_documents: Optional[int] = None  # read at most this many documents; null: all
-
-
-@dataclass
-class DataConfig:
-    """Text to tokens to batches."""
-
-    sources: list[CorpusSource] = field(default_factory=lambda: [CorpusSource(path="stdlib")])  # blend of corpora
-    format: DataFormat = DataFormat.text  # of the rows: text; conversations (messages, or prompt and completion)
-    validation_sources: list[CorpusSource] = field(default_factory=list)  # conversations held out; empty: by a hash
-    chat_template: Optional[str] = None  # conversations: file of a Jinja chat template; null: the tokenizer's own
-    packing: bool = True  # conversations: several share a sample, never cut; false: one a sample, padded
-    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder, a tokenizer.json or a hub name
-    bpe_vocab_size: int = 4096  # "bpe": number of token ids to train
-    sequence_length: int = 256  # tokens per sample
-    validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of each document
-    mask_documents: bool = True  # attention and positions restart at each document inside a sample
-    bad_lines: BadLine = BadLine.fail  # broken rows: fail with file and row, or skip and count
-    cache_dir: str = "runs/corpus"  # where tokenised corpora are kept, relative to the calling folder
-    num_workers: int = 0  # chunks of text tokenised at once; 0: one a core
-    wait_timeout_s: float = 1800.0  # how long ranks wait for the one that prepares, in seconds
 
 
 @dataclass
@@ -296,6 +263,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

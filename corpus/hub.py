@@ -65,6 +65,8 @@ def _dataset_rows(dataset: Any, source: CorpusSource, columns: Columns) -> Itera
             for cells in zip(*(chunk[column] for column in chosen), strict=True):
                 number += 1
                 yield Row(source.path, number, columns.value(dict(zip(chosen, cells, strict=True))))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source.path}: a text after row {number} is not UTF-8 ({_one_line(error)})") from None
     except ValueError:
         raise
     except Exception as error:  # a generation error while streaming: many kinds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import DataConfig
+from conf.schema import CorpusSource, DataConfig
 from corpus.cache import Progress
 from corpus.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from corpus.conversation_file import ConversationFile, ConversationStream, ConversationWriter
@@ -47,8 +47,8 @@ def prepare_conversations(
     chat, tokenizer = load_chat_tokenizer(data), load_tokenizer(data.tokenizer)
     require_vocabulary(tokenizer, vocab_size=vocab_size)
     by_hash = 0.0 if data.validation_sources else data.validation_fraction
-    resolved = [(resolve(source), by_hash) for source in data.sources]
-    resolved += [(resolve(source), 1.0) for source in data.validation_sources]
+    resolved = [(_resolved(source), by_hash) for source in data.sources]
+    resolved += [(_resolved(source), 1.0) for source in data.validation_sources]
     opened = [_opened(*one, data=data, tokenizer=chat, progress=tell) for one in resolved]
     options: dict[str, Any] = dict(sequence_length=data.sequence_length, seed=seed, padding_id=tokenizer.eod_id)
     train = _blend([one for one in opened if one.share < 1], split="train", **options)
@@ -61,6 +61,17 @@ def prepare_conversations(
     identity += [[source.weight, source.manifest["files"]] for source in sources]
     validation = _blend(held_out, split="validation", **options) if held_out else None
     return PreparedCorpus(train, validation, tokenizer, sources, digest_of(identity), notes(sources))
+
+
+def _resolved(source: CorpusSource) -> ResolvedSource:
+    resolved = resolve(source)
+    kinds = {file.kind for file in resolved.files} & {"txt"} or {resolved.kind} & {"megatron"}
+    if kinds:
+        raise ValueError(
+            f"data.sources path={source.path} is {'text' if 'txt' in kinds else 'token ids'}, not conversations; name "
+            ".jsonl, .csv or .parquet files with messages, or with prompt and completion, or hf:NAME"
+        )
+    return resolved
 
 
 def _samples(one: _Opened) -> int:

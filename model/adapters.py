@@ -15,10 +15,10 @@ from typing import Any
 from torch import nn
 
 from conf.schema import LoraConfig, ModelConfig
-from model.huggingface import Stored, stored_tensors
+from model.huggingface_names import Stored, stored_tensors
 from model.layers import LayerSpec
 from model.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from model.tensor_parallel.lora import Adapter, ColumnLora, Rows, RowLora
+from model.tensor_parallel.lora import Adapter, ColumnLora, RowLora, Rows
 from model.tensor_parallel.parameter import ParameterInfo, Section
 from model.tensor_parallel.qkv import QKVParallelLinear
 from model.tensor_parallel.random import RandomStreams

@@ -54,7 +54,7 @@ class Rows:
 
 
 class _Lora(nn.Module):
-    """What both kinds share: dropout on x, with one mask on all ranks where x is whole and each rank's own elsewhere."""
+    """What both kinds share: dropout on x, one mask on all ranks where x is whole, each rank's own elsewhere; and A."""
 
     def __init__(self, adapter: Adapter, *, tensor: AxisGroup, streams: RandomStreams, sharded_input: bool) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class ColumnLora(_Lora):
     """Split: B by rows, as the weight's sections are; A [R, I] is whole on each rank.
 
     x [B, S, I] (sequence parallel: [B, S/T, I]) -> [B, S, O/T], what is to be added to the layer's output; zeros where
-    rows have no adapter. Backward: all-reduce of the gradient of x A^T [B, S, M R]. Sequence parallel: x A^T is gathered
-    (backward: reduce-scattered), and A's gradient, of a share of the tokens on each rank, is summed.
+    rows have no adapter. Backward: all-reduce of the gradient of x A^T [B, S, M R]. Sequence parallel: x A^T is
+    gathered (backward: reduce-scattered), and A's gradient, of a share of the tokens on each rank, is summed.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class ColumnLora(_Lora):
 class RowLora(_Lora):
     """Split: A by columns, as the weight is; B [O, R] is whole on each rank.
 
-    x [B, S, I/T] -> [B, S, O], this rank's part of the sum that the layer's own reduction makes. Backward: all-reduce of
-    B's gradient [O, R], as each rank has seen its own share of x A^T.
+    x [B, S, I/T] -> [B, S, O], this rank's part of the sum that the layer's own reduction makes. Backward: all-reduce
+    of B's gradient [O, R], as each rank has seen its own share of x A^T.
     """
 
     def __init__(
