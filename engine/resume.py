@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from conf.huggingface_config import FREE, model_differences
 from conf.load import leaves, to_plain
 from conf.schema import Config
 from engine.checkpoint_folder import (
+    ADAPTER_CONFIG,
     WEIGHTS,
     DamagedError,
     checkpoint_bytes,
@@ -25,15 +26,18 @@ from engine.checkpoint_folder import (
 from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
 from engine.failure import StopRun
+from engine.initial_weights import adapter_folder, load_adapter, load_weights
 from engine.session import announce
 from engine.storage import weight_map
 from model.huggingface_names import tensor_differences
+from parallel.adapters import trained_count
 from parallel.sizes import parameter_count
 from telemetry.redact import redacted
 from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path, write_json
 from telemetry.tables import size
 from telemetry.timeline import Timeline
 
+FREE_OF_LORA = ("dropout", "initialize_from")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 RECIPES = ("benchmark", "plan", "probe", "promote")
 ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
@@ -66,6 +70,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
     if rank != 0:
         return Start()
     weights_folder(config)
+    adapter_folder(config)
     _require_room(config)
     if config.resume == "never":
         return _fresh(config)
@@ -76,7 +81,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
 
 def _require_room(config: Config) -> None:
     """ValueError where the disk that runs are kept on has no room for one checkpoint."""
-    need = checkpoint_bytes(parameter_count(config.model))
+    need = checkpoint_bytes(trained_count(config, of_model=parameter_count(config.model)))
     folder = run_folder_path(config.run, "id")
     folder = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
@@ -99,6 +104,11 @@ def weights_folder(config: Config) -> Path | None:
         return None
     given = Path(config.initialize_from).expanduser().absolute()
     folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"initialize_from={config.initialize_from} holds adapters, no whole weights; merge them into their base "
+            "first, or set lora.initialize_from and name the base here"
+        )
     try:
         differences = tensor_differences(weight_map(folder), config.model)
         if (folder / CONFIG).exists():
@@ -212,7 +222,12 @@ def _differences(config: Config, candidates: list[Path]) -> list[tuple[str, Any,
         return []
     theirs, ours = saved["model"], to_plain(config.model)
     keys = [key for key in ours if key not in FREE and theirs.get(key) != ours[key]]
-    return [(f"model.{key}", theirs.get(key), ours[key]) for key in keys]
+    found = [(f"model.{key}", theirs.get(key), ours[key]) for key in keys]
+    theirs, ours = saved.get("lora", {"rank": 0}), to_plain(config.lora)
+    if theirs["rank"] == ours["rank"] == 0:
+        return found
+    keys = [key for key in ours if key not in FREE_OF_LORA and theirs.get(key) != ours[key]]
+    return found + [(f"lora.{key}", theirs.get(key), ours[key]) for key in keys]
 
 
 def _saved_config(candidates: list[Path]) -> dict[str, Any] | None:
@@ -229,6 +244,12 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
     """Load what `start` says into the trainer, on all ranks alike, and say so."""
     if start.note:
         announce(start.note)
+    weights = weights_folder(config := checkpoints.session.config)
+    if weights is not None and (config.lora.rank > 0 or not start.candidates):
+        _load(load_weights, checkpoints, weights, "initialize_from", timeline)
+    adapter = adapter_folder(config)
+    if adapter is not None and not start.candidates:
+        _load(load_adapter, checkpoints, adapter, "lora.initialize_from", timeline)
     if start.candidates:
         progress = checkpoints.load_newest(start.candidates, only=start.only)
         for key, theirs, ours in start.changed:
@@ -239,12 +260,15 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
             "resume", step=progress.step, message=message, checkpoint=path, plan=plan, changed=start.changed
         )  # fmt: skip
         return progress
-    weights = weights_folder(checkpoints.session.config)
-    if weights is not None:
-        try:
-            checkpoints.load_weights(weights)
-        except ValueError as error:  # DamagedError too
-            raise StopRun(f"initialize_from: {error}") from None
-        message = f"weights from {weights}; optimizer and step counter start anew"
-        timeline.add("weights", step=0, message=message)
     return Progress()
+
+
+def _load(
+    load: Callable[[Checkpoints, Path], None], checkpoints: Checkpoints, folder: Path, knob: str, timeline: Timeline
+) -> None:
+    try:
+        load(checkpoints, folder)
+    except ValueError as error:  # DamagedError too
+        raise StopRun(f"{knob}: {error}") from None
+    what = "adapters" if knob.startswith("lora") else "weights"
+    timeline.add("weights", step=0, message=f"{what} from {folder}; optimizer and step counter start anew")

@@ -12,6 +12,7 @@ Layout of a folder: KIND/model-00001-of-0000N.safetensors and KIND/model.safeten
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from corpus.cache import sync_folder
+from corpus.cache import file_digest, sync_folder
 from engine import last_state
 from model.placement import Box
 
@@ -178,6 +179,13 @@ def weight_map(folder: Path) -> Mapping[str, str]:
     if not found:
         raise ValueError(f"{folder} holds no .safetensors file")
     return found
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """sha256 over the names, sizes and contents (of large files samples) of a folder's safetensors."""
+    files = sorted(set(weight_map(folder).values()))
+    text = "".join(f"{name} {file_digest(folder / name)}\n" for name in files)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def head_digest(path: Path) -> str:

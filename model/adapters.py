@@ -8,7 +8,7 @@ state dict. Not here: how an adapter is split (model/tensor_parallel/lora.py), a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,39 +22,25 @@ from model.tensor_parallel.lora import Adapter, ColumnLora, RowLora, Rows
 from model.tensor_parallel.parameter import ParameterInfo, Section
 from model.tensor_parallel.qkv import QKVParallelLinear
 from model.tensor_parallel.random import RandomStreams
+from parallel.adapters import is_target
 from parallel.groups import AxisGroup
 
-ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."  # of every name in a PEFT adapter
 
 
 def adapted_modules(model: ModelConfig, targets: Sequence[str]) -> dict[str, list[tuple[str, Stored]]]:
-    """Module in transformers -> (canonical weight, its place in the module's), for each that gets an adapter.
-
-    ValueError for a target that names none, with the names that do.
-    """
+    """Module in transformers -> (canonical weight, its place in the module's), for each that gets an adapter."""
     modules: dict[str, list[tuple[str, Stored]]] = {}
     for ours, place in stored_tensors(model).items():
         module, _, leaf = place.name.rpartition(".")
         if ours.startswith("blocks.") and leaf == "weight" and "norm" not in ours.split(".")[-2]:
             modules.setdefault(module, []).append((ours, place))
-    unknown = [target for target in targets if target != ALL_LINEAR and not any(_is(m, target) for m in modules)]
-    if unknown or not targets:
-        known = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
-        raise ValueError(
-            f"lora.target_modules={list(targets)}: {', '.join(unknown) or 'the list'} names no matrix of the blocks of "
-            f"model.family={model.family.value}; use {ALL_LINEAR}, or some of {known}"
-        )
-    return {
-        module: held
-        for module, held in modules.items()
-        if any(target == ALL_LINEAR or _is(module, target) for target in targets)
-    }
+    return {module: held for module, held in modules.items() if is_target(module, targets)}
 
 
-def _is(module: str, target: str) -> bool:
-    """PEFT's rule for a list of names."""
-    return module == target or module.endswith(f".{target}")
+def trained_tensors(model: ModelConfig, lora: LoraConfig) -> dict[str, Stored]:
+    """Canonical name -> place in a checkpoint, of all that a run trains: the adapters, or the whole model."""
+    return adapter_tensors(model, lora) if lora.rank > 0 else stored_tensors(model)
 
 
 def adapter_tensors(model: ModelConfig, lora: LoraConfig) -> dict[str, Stored]:
@@ -126,3 +112,46 @@ def _rows(layer: ColumnParallelLinear | QKVParallelLinear, of_weight: Mapping[st
         for name, group in groupby(sections, key=lambda section: of_weight.get(section.name)):
             runs.append(Rows(name, tuple((_label(one.name), one.size) for one in group), info.replicas))
     return runs
+
+
+def peft_config(model: ModelConfig, lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json with which PEFT loads these adapters onto the weights of `base`."""
+    modules = adapted_modules(model, lora.target_modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(modules) if _is_partial(lora.target_modules) else sorted(_last(modules)),
+        "fan_in_fan_out": any(place.transposed for held in modules.values() for _, place in held),
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def adapter_differences(theirs: Mapping[str, Any], model: ModelConfig, lora: LoraConfig) -> list[str]:
+    """Why PEFT's adapters with this adapter_config.json are not those of `lora`."""
+    ours = peft_config(model, lora, base=None)
+    aside = ("target_modules", "base_model_name_or_path", "lora_dropout", "inference_mode", "init_lora_weights")
+    aside = (*aside, "task_type", "fan_in_fan_out")  # the last: PEFT sets it by what it finds
+    lines = [
+        f"{key} is {theirs[key]} there and {ours[key]} here"
+        for key in ours
+        if key not in aside and key in theirs and theirs[key] != ours[key]
+    ]
+    unknown = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication")
+    return lines + [f"it has {key}={theirs[key]}, which is not known here" for key in unknown if theirs.get(key)]
+
+
+def _last(modules: Iterable[str]) -> set[str]:
+    return {module.rpartition(".")[2] for module in modules}
+
+
+def _is_partial(targets: Sequence[str]) -> bool:
+    """Whether a target names more than a module's last part, so that this part alone would name others too."""
+    return any("." in target for target in targets)
