@@ -52,7 +52,7 @@ def load_weights(checkpoints: Checkpoints, folder: Path) -> None:
 
 
 def load_adapter(checkpoints: Checkpoints, folder: Path) -> None:
-    """Adapters from a folder of PEFT's; the optimizer starts anew. Raises ValueError where they are not this model's."""
+    """Adapters from a folder of PEFT's; the optimizer starts anew."""
     boxes = boxes_to_load(checkpoints.trainer, checkpoints.places, checkpoints.session.groups)
     StoredTensors(folder.parent).load((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS)
 

@@ -25,7 +25,7 @@ _GPT_NEOX = {
 
 
 def block_modules(model: ModelConfig) -> dict[str, str]:
-    """Module inside a block -> what it is: qkv, query, key, out, up or down (values are as wide as keys, gates as ups)."""
+    """Module inside a block -> what it is: qkv, query, key (values too), out, up (gates too) or down."""
     return {Family.gpt2: _GPT2, Family.gpt_neox: _GPT_NEOX}.get(model.family, _LLAMA)
 
 

@@ -17,13 +17,14 @@ import transformers
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from conf.huggingface_config import huggingface_config
 from conf.schema import Config, CorpusSource, DataConfig, DataFormat, LRSchedule
 from corpus.batches import Batch, batch, micro_batches
 from corpus.corpora import prepare_corpus
 from corpus.prepare import PreparedCorpus
 from model.adapters import adapter_tensors, with_adapters
-from model.attention import document_mask, document_starts
-from model.huggingface import huggingface_config, to_huggingface_state
+from model.attention import document_starts, key_mask
+from model.huggingface import to_huggingface_state
 from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.parameter import to_canonical
 from model.tensor_parallel.random import RandomStreams
@@ -74,7 +75,7 @@ def as_transformers_takes_it(ours: Batch) -> dict[str, Tensor]:
     """Labels at their own places (it shifts them itself), conversations kept apart by a mask of scores."""
     labels = torch.full_like(ours.labels_BS, -100)
     labels[:, 1:] = ours.labels_BS[:, :-1]
-    mask = document_mask(document_starts(ours.positions_BS), dtype=torch.float32)
+    mask = key_mask(document_starts(ours.positions_BS), dtype=torch.float32)
     return {
         "input_ids": ours.tokens_BS, "position_ids": ours.positions_BS, "labels": labels,
         "attention_mask": mask.clamp_min(torch.finfo(torch.float32).min),

@@ -19,9 +19,10 @@ from model.tensor_parallel.random import RandomStreams
 from parallel.activations import block_bytes, blocks_bytes, micro_batch
 from parallel.groups import SINGLE
 from parallel.ledger import Ledger
-from parallel.memory import predict, stage_parameters, worst
+from parallel.memory import predict, worst
 from parallel.plan import ParallelPlan
 from parallel.sizes import parameter_count
+from parallel.stage_values import stage_parameters
 from parallel.states import block_tensors, in_flight, state_bytes
 from tests.parallel.configs import changed, gpt, tiny
 
