@@ -23,22 +23,33 @@ def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) ->
 
     Raises ValueError naming a tensor that is missing.
     """
-    pieces: dict[Stored, list[Tensor]] = {}
-    for ours, place in stored_tensors(model).items():
-        pieces.setdefault(replace(place, part=0), []).append(_take(canonical, ours))
-    state = {}
-    for place, parts in pieces.items():
-        tensor = _joined(parts, place.turn)
-        state[place.name] = tensor.t().contiguous() if place.transposed else tensor
+    state = to_stored(canonical, stored_tensors(model))
     if model.tie_word_embeddings:
         state[head_name(model)] = _take(canonical, "embedding.word_embeddings.weight")
     return state
 
 
+def to_stored(canonical: Mapping[str, Tensor], places: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """Canonical whole tensors -> those that `places` (canonical name -> its place) makes of them."""
+    pieces: dict[Stored, list[Tensor]] = {}
+    for ours, place in places.items():
+        pieces.setdefault(replace(place, part=0), []).append(_take(canonical, ours))
+    state = {}
+    for place, parts in pieces.items():
+        tensor = _joined(parts, place.turn)
+        state[place.name] = tensor.t().contiguous() if place.transposed else tensor
+    return state
+
+
 def from_huggingface_state(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """A transformers state dict -> canonical whole tensors. Raises ValueError naming a tensor that is missing."""
+    return from_stored(state, stored_tensors(model))
+
+
+def from_stored(state: Mapping[str, Tensor], places: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """The inverse of `to_stored`."""
     canonical = {}
-    for ours, place in stored_tensors(model).items():
+    for ours, place in places.items():
         tensor = _take(state, place.name)
         canonical[ours] = _part(tensor.t() if place.transposed else tensor, place).contiguous()
     return canonical

@@ -24,7 +24,7 @@ from corpus.corpora import prepare_corpus
 from corpus.prepare import PreparedCorpus
 from model.adapters import adapter_tensors, with_adapters
 from model.attention import document_starts, key_mask
-from model.huggingface import to_huggingface_state
+from model.huggingface import from_stored, to_huggingface_state, to_stored
 from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.parameter import to_canonical
 from model.tensor_parallel.random import RandomStreams
@@ -67,7 +67,9 @@ def transformers_model(config: Config) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**settings), attn_implementation="eager"
     )
-    model.load_state_dict(to_huggingface_state(canonical, config.model))
+    state = to_huggingface_state(canonical, config.model)
+    # files say embed_out where the module of transformers 5 says lm_head
+    model.load_state_dict({name.replace("embed_out", "lm_head"): value for name, value in state.items()})
     return model
 
 
@@ -143,15 +145,11 @@ def trained_canonical(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def to_peft(canonical: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Canonical tensors of adapters -> PEFT's state dict."""
-    parts: dict[str, dict[int, Tensor]] = {}
-    for ours, place in adapter_tensors(config.model, config.lora).items():
-        parts.setdefault(place.name, {})[place.part] = canonical[ours]
-    return {name: torch.cat([found[n] for n in sorted(found)]) for name, found in parts.items()}
+    return to_stored(canonical, adapter_tensors(config.model, config.lora))
 
 
 def from_peft(state: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    places = adapter_tensors(config.model, config.lora)
-    return {ours: state[place.name].chunk(place.parts)[place.part] for ours, place in places.items()}
+    return from_stored(state, adapter_tensors(config.model, config.lora))
 
 
 def peft_model(config: Config, state: Mapping[str, Tensor]) -> peft.PeftModel:
