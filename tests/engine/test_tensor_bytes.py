@@ -108,6 +108,28 @@ def test_ranks_hold_the_bytes_of_the_ledger(case) -> None:
     check(*case)
 
 
+LORA = dict(lora__rank=4)
+ADAPTED: list[tuple[int, dict[str, Any]]] = [
+    (2, dict(family=LLAMA, parallel__pp=2, zero__stage=1, **LORA)),
+    (2, dict(family=LLAMA, zero__stage=0, lora__target_modules=["q_proj", "down_proj"], **LORA)),
+    (2, dict(family=GPT2, tied=True, zero__stage=2, **LORA)),
+    (4, dict(family=NEOX, parallel__tp=2, parallel__sequence_parallel=True, **LORA, **BF16)),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=name)
+def test_ranks_that_train_adapters_hold_the_states_of_the_ledger(case) -> None:
+    """Whole weights; gradients, masters and moments of the adapters alone. Activations are the ledger's estimate."""
+    ranks, changes = case
+    config = config_of(**changes)
+    plan = ParallelPlan.from_config(config, ranks)
+    ledgers = predict(config, plan, device="cpu")
+    for rank, (states, _) in enumerate(run_ranks(ranks, measured, config)):
+        ledger = ledgers[plan.coordinate(rank)[0]]
+        assert states == {field: getattr(ledger, field) for field in states}
+        assert ledger.optimizer_moments < ledger.weights
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[FAST:], ids=name)
 def test_ranks_of_the_whole_list_hold_the_bytes_of_the_ledger(case) -> None:
