@@ -50,9 +50,10 @@ from engine.held import (
     set_loss_scale_state,
     set_optimizer_steps,
 )
+from engine.safetensors_files import INDEX
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest, weight_map
+from engine.storage import BoxWriter, Checksum, StoredTensors, head_digest, weight_map
 from model.huggingface_names import names_in_folder
 from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json
