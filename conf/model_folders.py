@@ -56,10 +56,8 @@ def label_of(path: Path) -> str:
 
 
 def overrides_of(model: ModelConfig) -> list[str]:
-    """A Hydra override for every knob of the model; a dict is emptied first, as Hydra would add to what is there."""
-    values = to_plain(model)
-    emptied = [f"model.{key}=null" for key, value in values.items() if isinstance(value, dict)]
-    return emptied + [f"model.{key}={_typed(value)}" for key, value in values.items()]
+    """A Hydra override for each knob, over an option whose dicts are empty: Hydra adds to what is there."""
+    return ["model=llama_tiny", *(f"model.{key}={_typed(value)}" for key, value in to_plain(model).items())]
 
 
 def _typed(value: Any) -> str:

@@ -14,16 +14,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from conf.huggingface import CONFIG, model_of, read_config
 from conf.huggingface_config import huggingface_config
@@ -33,26 +29,13 @@ from conf.schema import ModelConfig
 from corpus.cache import sync_folder
 from corpus.tokenizer_folder import copy_files, token_ids
 from engine.checkpoint_folder import FORMAT, WEIGHTS, write_manifest
-from engine.safetensors_files import DTYPES, INDEX, NAMES, Spec, TensorFolder, TensorWriter
+from engine.safetensors_files import INDEX, Spec, TensorWriter
 from engine.storage import MAX_FILE_BYTES, Checksum, digest_of, head_digest
-from model.huggingface import whole_shapes
-from model.huggingface_names import embedding_name, head_name, names_in_folder, tensor_differences
+from engine.weight_folders import Weights, called_there, open_weights, problems_of
 from telemetry.run_folder import git_commit, utc_now
 
 GENERATION = "generation_config.json"
-OLD = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-class Weights(Protocol):
-    """A folder's tensors: `TensorFolder`, or `PickledFolder` of an old one."""
-
-    @property
-    def places(self) -> Mapping[str, Any]: ...
-
-    def spec(self, name: str) -> Spec: ...
-
-    def read(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -64,42 +47,6 @@ class Imported:
     dtypes: tuple[str, ...]
     aside: tuple[str, ...]  # tensors of the folder that were left out, being copies or buffers
     has_tokenizer: bool
-
-
-class PickledFolder:
-    """pytorch_model.bin of older versions, mapped and unpickled without running any code of it."""
-
-    def __init__(self, file: Path) -> None:
-        try:
-            self.places: Mapping[str, Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
-            raise ValueError(
-                f"{file} cannot be read ({str(error).splitlines()[0]}); save it again with transformers: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-            ) from None
-        for name, tensor in self.places.items():
-            if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
-                raise ValueError(f"{file}: {name} is no tensor of {', '.join(DTYPES)}")
-
-    def spec(self, name: str) -> Spec:
-        return Spec(NAMES[self.places[name].dtype], tuple(self.places[name].shape))
-
-    def read(self, name: str) -> Tensor:
-        return self.places[name].contiguous()
-
-
-def open_weights(folder: Path) -> Weights:
-    """Raises ValueError where the folder holds none, or not in a format that is read here."""
-    if (folder / INDEX).exists() or any(folder.glob("*.safetensors")):
-        return TensorFolder(folder)
-    if (folder / OLD[1]).exists():
-        raise ValueError(
-            f"{folder} has its weights in several pytorch_model-*.bin; save them again with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
-        )
-    if (folder / OLD[0]).exists():
-        return PickledFolder(folder / OLD[0])
-    raise ValueError(f"{folder} holds no model.safetensors; name a folder as transformers' save_pretrained writes it")
 
 
 def source_folder(given: str) -> Path:
@@ -126,7 +73,10 @@ def import_weights(source: Path, out: Path, *, ignored: Iterable[str], say: Call
     config = read_config(source)
     model = model_of(config, name=label_of(source), ignored=ignored)
     weights = open_weights(source)
-    called, aside = checked_names(weights, model)
+    if problems := problems_of(weights, model):
+        raise ValueError("\n".join(problems))
+    called = called_there(weights, model)
+    aside = tuple(sorted(set(weights.places) - set(called.values())))
     with new_folder(out) as partial:
         folder = partial / WEIGHTS
         folder.mkdir()
@@ -148,31 +98,6 @@ def import_weights(source: Path, out: Path, *, ignored: Iterable[str], say: Call
         _write_manifest(partial, model, checksums, origin)
     dtypes = tuple(sorted({weights.spec(theirs).dtype for theirs in called.values()}))
     return Imported(model, len(called), dtypes, aside, has_tokenizer=bool(copied))
-
-
-def checked_names(weights: Weights, model: ModelConfig) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(transformers' name -> the folder's, of the tensors that count; names of those left out).
-
-    Raises ValueError where one is missing, has another shape, or is none of this model's; or where a tied head is not
-    the embedding.
-    """
-    problems = tensor_differences(weights.places, model)
-    called, _ = names_in_folder(weights.places, model)
-    shapes = whole_shapes(model)
-    for ours, theirs in called.items():
-        wanted, found = shapes.get(ours, shapes[embedding_name(model)]), weights.spec(theirs).shape
-        if wanted != found:
-            problems.append(f"{theirs} is {list(found)}, its config.json makes it {list(wanted)}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    if model.tie_word_embeddings and head_name(model) in called:
-        head, table = called.pop(head_name(model)), called[embedding_name(model)]
-        if not torch.equal(weights.read(head), weights.read(table)):
-            raise ValueError(
-                f"tie_word_embeddings=true, but {head} is not {table}: the folder holds two different matrices; "
-                "set tie_word_embeddings to false in its config.json to keep both"
-            )
-    return called, tuple(sorted(set(weights.places) - set(called.values())))
 
 
 def _written(
