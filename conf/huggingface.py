@@ -246,10 +246,12 @@ def _shared(keys: _Keys, family: Family) -> dict[str, Any]:
 def _rope(keys: _Keys, family: Family, positions: int) -> dict[str, Any]:
     """rope_theta and rope_scaling as transformers wrote them before version 5, or its rope_parameters."""
     neox = family is Family.gpt_neox
-    theta = keys.number("rope_theta", None)
-    theta = keys.number("rotary_emb_base", 10000.0) if theta is None and neox else theta
-    share = keys.number("partial_rotary_factor", None)
-    share = keys.number("rotary_pct", 0.25) if share is None and neox else share
+    theta, share = keys.number("rope_theta", None), keys.number("partial_rotary_factor", None)
+    if neox:  # has names of its own, and transformers passes over the others
+        for shown, own in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
+            if keys.config.get(shown) not in (None, keys.config.get(own)) and "rope_parameters" not in keys.config:
+                keys.wrong.append(f"{shown} has no effect for model_type=gpt_neox; {own} has")
+        theta, share = keys.number("rotary_emb_base", 10000.0), keys.number("rotary_pct", 0.25)
     old, new = keys.get("rope_scaling", None), keys.get("rope_parameters", None)
     given = old or new or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):

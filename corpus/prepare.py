@@ -104,8 +104,7 @@ def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progr
                 f"data.tokenizer=bpe is trained on text, and data.sources path={source.label} holds token ids; "
                 "name the tokenizer that made them"
             )
-    key = digest_of(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
-    folder = Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}"
+    folder, key = _bpe_folder(data, resolved)
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
         tell(f"training a BPE of {data.bpe_vocab_size} ids")
@@ -115,6 +114,20 @@ def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progr
 
     built_once(folder, build=build, what="the BPE tokenizer", timeout_s=data.wait_timeout_s, progress=progress)
     return load_file(folder / "tokenizer.json", name="bpe")
+
+
+def _bpe_folder(data: DataConfig, resolved: list[ResolvedSource]) -> tuple[Path, str]:
+    """Where the tokenizer trained on these texts is kept, and the key that it goes by."""
+    key = digest_of(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
+    return Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}", key
+
+
+def bpe_file(data: DataConfig) -> Path:
+    """The tokenizer.json that data.tokenizer=bpe has trained. Raises ValueError where it is not there."""
+    folder, _ = _bpe_folder(data, [resolve(source) for source in data.sources])
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"data.tokenizer=bpe: {folder} holds no tokenizer.json; the corpus is not prepared here")
+    return folder / "tokenizer.json"
 
 
 def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterator[str]:

@@ -51,9 +51,10 @@ from engine.held import (
     set_optimizer_steps,
 )
 from engine.initial_weights import initial_base, require_base
+from engine.safetensors_files import INDEX
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest
+from engine.storage import BoxWriter, Checksum, StoredTensors, head_digest
 from model.adapters import peft_config, trained_tensors
 from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json

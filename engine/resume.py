@@ -27,9 +27,9 @@ from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
 from engine.failure import StopRun
 from engine.initial_weights import adapter_folder, load_adapter, load_weights
+from engine.safetensors_files import TensorFolder
 from engine.session import announce
-from engine.storage import weight_map
-from model.huggingface_names import tensor_differences
+from engine.weight_folders import open_weights, problems_of
 from parallel.adapters import trained_count
 from parallel.sizes import parameter_count
 from telemetry.redact import redacted
@@ -69,7 +69,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
     """Claim the run's folder and list what to go on from. ValueError where that cannot be, with the remedy."""
     if rank != 0:
         return Start()
-    weights_folder(config)
+    _check_weights(config)
     adapter_folder(config)
     _require_room(config)
     if config.resume == "never":
@@ -99,27 +99,37 @@ def _fresh(config: Config, *, candidates: Sequence[Path] = (), note: str = "", *
 
 
 def weights_folder(config: Config) -> Path | None:
-    """The folder of safetensors that `initialize_from` means; ValueError where there is none."""
+    """The folder of safetensors that `initialize_from` means."""
     if config.initialize_from is None:
         return None
     given = Path(config.initialize_from).expanduser().absolute()
-    folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+    return given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+
+
+def _check_weights(config: Config) -> None:
+    """ValueError where the weights that `initialize_from` means are not there, torn, or another model's."""
+    folder = weights_folder(config)
+    if folder is None:
+        return
     if (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
             f"initialize_from={config.initialize_from} holds adapters, no whole weights; merge them into their base "
-            "first, or set lora.initialize_from and name the base here"
+            "first (recipes/convert.py merge), or set lora.initialize_from and name the base here"
         )
     try:
-        differences = tensor_differences(weight_map(folder), config.model)
+        differences = []
         if (folder / CONFIG).exists():
             theirs = model_of(read_config(folder), name=config.model.name)
-            differences = [*model_differences(theirs, config.model), *differences]
+            differences = model_differences(theirs, config.model)
+        weights = open_weights(folder)
+        if not isinstance(weights, TensorFolder):
+            raise ValueError(f"{folder} holds no .safetensors file; recipes/convert.py import makes one of its weights")
+        differences += problems_of(weights, config.model)
     except (ValueError, OSError) as error:
         lines = str(error).splitlines()
         raise ValueError("\n".join(f"initialize_from={config.initialize_from}: {line}" for line in lines)) from None
     if differences:
         raise ValueError(f"initialize_from={config.initialize_from} is another model: {'; '.join(differences)}")
-    return folder
 
 
 def _newest(config: Config) -> Start:
@@ -149,6 +159,7 @@ def _at(config: Config, path: Path) -> Start:
     if not candidates:
         raise ValueError(
             f"resume={config.resume}: there is no complete checkpoint; name a folder step-N or a run's folder"
+            + (f" (weights alone: initialize_from={config.resume})" if (path / WEIGHTS).is_dir() else "")
         )
     own = None if config.run.id is None else run_folder_path(config.run, config.run.id)
     if own is not None and candidates[0].parents[1] == own.resolve():

@@ -19,7 +19,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ from torch.futures import Future
 
 from corpus.cache import file_digest, sync_folder
 from engine import last_state
+from engine.safetensors_files import INDEX, Spec, create_file, packed, write_at, write_index
 from model.placement import Box
 
 MAX_FILE_BYTES = 4 * 2**30
-INDEX = "model.safetensors.index.json"
 WRITERS = 2  # threads of a rank: one copies while another waits for the disk
 ITEM = 4  # bytes of an fp32 value
 
@@ -208,45 +207,16 @@ def _create_files(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     for kind in sorted({name.partition("/")[0] for name in shapes}):
         of_kind = {name.partition("/")[2]: shape for name, shape in shapes.items() if name.startswith(f"{kind}/")}
         (folder / kind).mkdir(parents=True)
-        files = _packed(of_kind)
+        specs = {name: Spec("F32", shape) for name, shape in of_kind.items()}
+        files = packed({name: spec.bytes for name, spec in specs.items()}, max_bytes=MAX_FILE_BYTES)
         for number, names in enumerate(files, start=1):
             file = f"{kind}/model-{number:05d}-of-{len(files):05d}.safetensors"
-            begins = _create_file(folder / file, {name: of_kind[name] for name in names})
+            begins = create_file(folder / file, {name: specs[name] for name in names})
             places |= {f"{kind}/{name}": (file, begin) for name, begin in begins.items()}
-        total = sum(prod(shape) for shape in of_kind.values()) * ITEM
         files_of = {name: Path(places[f"{kind}/{name}"][0]).name for name in of_kind}
-        index = {"metadata": {"total_size": total}, "weight_map": files_of}
-        (folder / kind / INDEX).write_text(json.dumps(index, indent=2))
+        write_index(folder / kind, files_of, total=sum(spec.bytes for spec in specs.values()))
         sync_folder(folder / kind)
     return places
-
-
-def _packed(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Names in order, a new file where the next tensor would make one larger than MAX_FILE_BYTES."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        if files[-1] and size + prod(shape) * ITEM > MAX_FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += prod(shape) * ITEM
-    return files
-
-
-def _create_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """A safetensors file without its values: length of the header, header, room. First byte of each tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + prod(shape) * ITEM
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in shapes}
 
 
 def _write_item(item: WriteItem, tensor: Any, descriptor: int, *, file: str, begin: int) -> WriteResult:
@@ -256,16 +226,15 @@ def _write_item(item: WriteItem, tensor: Any, descriptor: int, *, file: str, beg
     first = begin + int(np.ravel_multi_index(offsets, shape)) * ITEM
     rows = [values] if values.shape[1:] == tuple(shape[1:]) or len(values) == 1 else values
     for number, row in enumerate(rows):
-        _write_at(descriptor, row.data.cast("B"), first + number * shape[-1] * ITEM)
+        write_at(descriptor, row.data.cast("B"), first + number * shape[-1] * ITEM)
     name = item.index.fqn.partition("/")[2]
     checksum = Checksum(file, name, offsets, tuple(values.shape), _digest(values))
     return WriteResult(item.index, values.nbytes, checksum)
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def digest_of(tensor: Tensor) -> str:
+    """As a Checksum has it."""
+    return _digest(tensor.numpy())
 
 
 def _digest(values: np.ndarray) -> str:

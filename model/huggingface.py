@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from conf.schema import ModelConfig
 from model.huggingface_names import Stored, head_name, stored_tensors
+from model.layers import Transformer, build_layer_specs
+from model.placement import boxes
 from model.tensor_parallel.parameter import from_canonical, slice_for_rank
-from parallel.groups import AxisGroup
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import SINGLE, AxisGroup
 
 
 def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
@@ -53,6 +56,22 @@ def from_stored(state: Mapping[str, Tensor], places: Mapping[str, Stored]) -> di
         tensor = _take(state, place.name)
         canonical[ours] = _part(tensor.t() if place.transposed else tensor, place).contiguous()
     return canonical
+
+
+def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of each tensor of the transformers state dict, the head of its own included; nothing is allocated."""
+    streams = RandomStreams(tensor_rank=0)
+    specs = build_layer_specs(
+        model, tensor=SINGLE, streams=streams, padded_vocab_size=model.vocab_size, sequence_parallel=False,
+        recompute="none", mask_documents=False, seed=0,
+    )  # fmt: skip
+    places, shapes = stored_tensors(model), {}
+    with torch.device("meta"):
+        parameters = list(Transformer(specs, streams=streams).parameters())
+    for parameter in parameters:
+        for box in boxes(parameter.info, places, tensor_rank=0):  # type: ignore[attr-defined]
+            shapes[box.name] = box.shape
+    return shapes
 
 
 def _joined(parts: list[Tensor], turn: int) -> Tensor:
