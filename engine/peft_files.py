@@ -15,15 +15,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.checkpoint_folder import ADAPTER_CONFIG, WEIGHTS
-from engine.storage import weight_map
+from engine.checkpoint_folder import ADAPTER_CONFIG, MANIFEST, WEIGHTS, list_checkpoints, read_manifest
+from engine.storage import weight_map, weights_fingerprint
 
 PEFT_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
-def export_adapter(source: Path, target: Path) -> None:
-    """Write the adapters of a checkpoint (or its weights/) as `peft.PeftModel.from_pretrained` reads them.
+def export_adapter(source: Path, target: Path) -> dict[str, Any]:
+    """Write the adapters of a checkpoint (or its weights/) as `peft.PeftModel.from_pretrained` reads them; returns
+    adapter_config.json.
 
     ValueError where there are none, or `target` is not empty.
     """
@@ -33,6 +34,7 @@ def export_adapter(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / PEFT_FILE, metadata={"format": "pt"})
     (target / ADAPTER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+    return about
 
 
 def merge_adapter(source: Path, base: Path, target: Path) -> int:
@@ -60,6 +62,32 @@ def merge_adapter(source: Path, base: Path, target: Path) -> int:
         if path.is_file() and path.name not in files.values():
             shutil.copy2(path, target / path.name)
     return len(modules)
+
+
+def checkpoint_of(source: Path) -> Path:
+    """A checkpoint with adapters, or the newest of a run; any other folder as it is. ValueError where there is none."""
+    path = source.expanduser().absolute()
+    if not path.is_dir():
+        raise ValueError(f"{path} is no folder; name a checkpoint step-N, a run, or a folder of PEFT's")
+    newest = [*list_checkpoints(path), *list_checkpoints(path / "checkpoints")]
+    return newest[-1][1] if newest and not (path / MANIFEST).is_file() else path
+
+
+def base_of(checkpoint: Path) -> Path:
+    """The folder of weights that a checkpoint's adapters were trained beside. ValueError where it is not there, or
+    no longer holds the same.
+    """
+    base = read_manifest(checkpoint).get("base") if (checkpoint / MANIFEST).is_file() else None
+    if base is None or base["initialize_from"] is None:
+        raise ValueError(f"{checkpoint} names no folder of weights that its adapters stand beside; give --base FOLDER")
+    folder = Path(base["initialize_from"])
+    if not folder.is_dir():
+        raise ValueError(f"{folder}, beside whose weights {checkpoint} was trained, is not here; give --base FOLDER")
+    if weights_fingerprint(folder) != base["fingerprint"]:
+        raise ValueError(
+            f"{folder} no longer holds the weights that {checkpoint} was trained beside; give --base FOLDER"
+        )
+    return folder
 
 
 def opened_adapter(source: Path) -> tuple[Path, dict[str, Any]]:

@@ -74,6 +74,11 @@ def open_stored(path: Path) -> Stored:
     if not (path / MANIFEST).is_file():
         raise ValueError(f"{path} holds no complete checkpoint; name a checkpoint step-N, a run, or an imported folder")
     manifest = read_manifest(path)
+    if manifest.get("base") is not None:
+        raise ValueError(
+            f"{path} holds adapters, no whole weights; recipes/convert.py adapter writes them for PEFT, merge adds "
+            "them to the weights that they stand beside"
+        )
     config, tensors = from_plain(manifest["config"]), TensorFolder(path / WEIGHTS)
     wanted = {place.name for place in stored_tensors(config.model).values()}
     if wanted != set(tensors.places):

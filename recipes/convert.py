@@ -3,6 +3,8 @@
     python recipes/convert.py import FOLDER_OR_NAME [OUT]        transformers' weights -> a folder to train from
     python recipes/convert.py export CHECKPOINT_OR_RUN OUT       a checkpoint -> a folder that from_pretrained loads
     python recipes/convert.py config FOLDER_OR_CONFIG_JSON NAME  a config.json -> conf/model/NAME.yaml, for model=NAME
+    python recipes/convert.py adapter CHECKPOINT_OR_RUN OUT      LoRA's adapters -> a folder that PEFT loads
+    python recipes/convert.py merge CHECKPOINT_OR_RUN OUT        the same added to the weights that they stand beside
 
 Training may also start from a transformers folder as it is: pretrain.py model=FOLDER initialize_from=FOLDER.
 Families, and what is refused: docs/huggingface.md. What cannot be is refused by name with exit code 2, and no folder is
@@ -107,6 +109,25 @@ def config(asked: argparse.Namespace) -> None:
     say(f"use       model={asked.name}" if asked.out is None else f"use       --config-dir and model={asked.name}")
 
 
+def adapter(asked: argparse.Namespace) -> None:
+    from engine.peft_files import checkpoint_of, export_adapter
+
+    source = checkpoint_of(asked.source)
+    about = export_adapter(source, asked.out)
+    say(f"exported  {source}: LoRA of rank {about['r']} for {', '.join(about['target_modules'])}")
+    say(f"load      peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {str(asked.out)!r})")
+
+
+def merge(asked: argparse.Namespace) -> None:
+    from engine.peft_files import base_of, checkpoint_of, merge_adapter
+
+    source = checkpoint_of(asked.source)
+    base = asked.base if asked.base is not None else base_of(source)
+    count = merge_adapter(source, base, asked.out)
+    say(f"merged    {source} into {count} matrices of {base}")
+    say(f"load      AutoModelForCausalLM.from_pretrained({str(asked.out)!r})")
+
+
 def at(path: Path) -> str:
     """A path as model= takes it: with a slash, so that it is no option's name."""
     return str(path) if "/" in str(path) else f"./{path}"
@@ -150,6 +171,17 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--overwrite", action="store_true", help="write over a file that is there")
     one.add_argument("--ignore", **ignore)  # type: ignore[arg-type]
     one.set_defaults(run=config)
+
+    one = commands.add_parser("adapter", help="LoRA's adapters -> PEFT's format", allow_abbrev=False)
+    one.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN", help="step-N, or a run (its newest)")
+    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.set_defaults(run=adapter)
+
+    one = commands.add_parser("merge", help="adapters added to their base's weights", allow_abbrev=False)
+    one.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN", help="step-N, a run, or a folder of PEFT's")
+    one.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    one.add_argument("--base", type=Path, metavar="FOLDER", help="in place of the run's own initialize_from")
+    one.set_defaults(run=merge)
     return found
 
 
