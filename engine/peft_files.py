@@ -84,9 +84,7 @@ def base_of(checkpoint: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder}, beside whose weights {checkpoint} was trained, is not here; give --base FOLDER")
     if weights_fingerprint(folder) != base["fingerprint"]:
-        raise ValueError(
-            f"{folder} no longer holds the weights that {checkpoint} was trained beside; give --base FOLDER"
-        )
+        raise ValueError(f"{folder} is not what {checkpoint} was trained beside any more; give --base FOLDER")
     return folder
 
 
