@@ -84,7 +84,7 @@ def with_adapters(
         layer.requires_grad_(False)
         for part in list(layer.modules()):
             if isinstance(part, RowParallelLinear):
-                info = part.weight.info  # type: ignore[attr-defined]
+                info = part.weight.info  # type: ignore[attr-defined,union-attr]
                 if info.name in of_weight:
                     sizes = dict(in_features=info.global_shape[1], out_features=info.global_shape[0])
                     part.lora = RowLora(adapter, of_weight[info.name], **sizes, **shared)
@@ -105,7 +105,7 @@ def with_adapters(
 def _rows(layer: ColumnParallelLinear | QKVParallelLinear, of_weight: Mapping[str, str]) -> list[Rows]:
     """The layer's rows in their order, those of one adapter together."""
     weights = [layer.weight, getattr(layer, "kv_weight", None)]
-    infos: list[ParameterInfo] = [weight.info for weight in weights if weight is not None]  # type: ignore[attr-defined]
+    infos: list[ParameterInfo] = [w.info for w in weights if w is not None]  # type: ignore[attr-defined,union-attr]
     runs = []
     for info in infos:
         sections = info.sections or (Section(info.name, info.global_shape[0]),)
@@ -137,8 +137,8 @@ def peft_config(model: ModelConfig, lora: LoraConfig, *, base: str | None) -> di
 def adapter_differences(theirs: Mapping[str, Any], model: ModelConfig, lora: LoraConfig) -> list[str]:
     """Why PEFT's adapters with this adapter_config.json are not those of `lora`."""
     ours = peft_config(model, lora, base=None)
-    aside = ("target_modules", "base_model_name_or_path", "lora_dropout", "inference_mode", "init_lora_weights")
-    aside = (*aside, "task_type", "fan_in_fan_out")  # the last: PEFT sets it by what it finds
+    aside = ["target_modules", "base_model_name_or_path", "lora_dropout", "inference_mode", "init_lora_weights"]
+    aside += ["task_type", "fan_in_fan_out"]  # the last: PEFT sets it by what it finds
     lines = [
         f"{key} is {theirs[key]} there and {ours[key]} here"
         for key in ours
