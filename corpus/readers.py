@@ -188,7 +188,8 @@ def _json_object(line: str) -> tuple[dict[str, Any] | None, str | None]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        return None, f"broken JSON ({error.msg.removesuffix(' starting at')} at character {error.pos + 1})"
+        what = error.msg.removesuffix(" at").removesuffix(" starting")
+        return None, f"broken JSON ({what} at character {error.pos + 1})"
     except RecursionError:
         return None, "broken JSON (nested too deeply)"
     except ValueError as error:  # a whole number of thousands of digits

@@ -22,8 +22,12 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # Where a tokenizer.json names no end of document, the first of these that it holds is taken.
 END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 LONGEST_RUN = 1000  # characters of a run of one kind that a BPE is trained on
-LONG_RUN = re.compile("|".join(rf"({kind}{{{LONGEST_RUN}}}){kind}+" for kind in (r"\w", r"\s", r"[^\w\s]")))
-KINDS = np.array([0 if b <= 32 else 1 if b >= 128 or chr(b).isalnum() else 2 for b in range(256)], np.uint8)  # of bytes
+KINDS = (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")  # letters, digits, spaces, marks
+LONG_RUN = re.compile("|".join(f"({kind}{{{LONGEST_RUN}}}){kind}+" for kind in KINDS))
+KIND_OF_BYTE = np.array(
+    [2 if b <= 32 else 0 if b >= 128 or chr(b).isalpha() else 1 if chr(b).isdigit() else 3 for b in range(256)],
+    np.uint8,
+)
 
 
 class Tokenizer(Protocol):
@@ -174,14 +178,14 @@ def train_bpe(texts: Iterable[str], *, size: int) -> tokenizers.Tokenizer:
 
 
 def _without_long_runs(text: str) -> str:
-    """The text with at most LONGEST_RUN characters of each run of letters and digits, of spaces, or of other marks:
-    what pre-tokenizers of the GPT kind keep together. Training time grows with the square of a run of
-    one character (100,000 spaces: 18 s, measured), and no language has such words."""
-    kinds = KINDS[np.frombuffer(text.encode(), np.uint8)]
+    """The text with at most LONGEST_RUN characters of each run of letters, of digits, of spaces, or of other marks:
+    what pre-tokenizers of the GPT kind keep together. Training time grows with the square of a run of one character
+    (100,000 spaces took 18 s), and no language has such words."""
+    kinds = KIND_OF_BYTE[np.frombuffer(text.encode(), np.uint8)]
     ends = np.flatnonzero(kinds[1:] != kinds[:-1])
     if np.diff(ends, prepend=-1, append=len(kinds) - 1).max() <= LONGEST_RUN:
         return text  # told fast: the pattern alone takes a third of the training's time
-    return LONG_RUN.sub(r"\1\2\3", text)
+    return LONG_RUN.sub(r"\1\2\3\4", text)
 
 
 def require_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:

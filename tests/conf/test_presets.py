@@ -87,6 +87,8 @@ def test_every_profile_plans_what_its_record_was_made_of(name):
 @pytest.mark.parametrize(("group", "name"), OTHERS)
 def test_every_other_option_composes_and_plans(group, name):
     given = ["data.sources.0.path=corpus.txt"] if (group, name) == ("data", "text") else []
+    if (group, name) == ("data", "chat"):
+        given = ["data.sources.0.path=chats.jsonl", "data.tokenizer=FOLDER"]
     if group == "cluster":
         given = ["cluster.devices_per_node=null"]
     config = compose_once(f"{group}={name}", *given)
