@@ -206,7 +206,7 @@ def _attention_bytes(config: Config, s: Setting, fused: bool) -> float:
     if s.cpu and model.attention_dropout:
         return _head_norms_bytes(config, s) + _composite_attention_bytes(config, s)
     kept += _head_norms_bytes(config, s) + s.tokens * heads * FP32  # log-sum-exp
-    if z.parts.rotary and _output_lies_as_query(config, s):
+    if z.parts.rotary and heads > 1 and _output_lies_as_query(config, s):
         kept += query  # heads first, as rotation leaves the query; the copy with tokens first is kept too
     return kept
 
