@@ -8,6 +8,19 @@ from enum import Enum
 class Family(str, Enum):
     gpt2 = "gpt2"
     llama = "llama"
+    mistral = "mistral"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+    gpt_neox = "gpt_neox"
+
+
+class Activation(str, Enum):
+    """Of the feed-forward layer; gelu_tanh is GPT-2's approximation, silu the gate of SwiGLU."""
+
+    gelu_tanh = "gelu_tanh"
+    gelu = "gelu"
+    relu = "relu"
+    silu = "silu"
 
 
 # Members go by the name that is typed, and "1f1b" is no Python name.
@@ -56,6 +69,11 @@ class LRSchedule(str, Enum):
 class LRUnit(str, Enum):
     steps = "steps"
     tokens = "tokens"
+
+
+class DataFormat(str, Enum):
+    text = "text"
+    conversations = "conversations"
 
 
 class BadLine(str, Enum):

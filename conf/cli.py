@@ -34,6 +34,7 @@ from conf import overrides
 from conf.help import page
 from conf.knobs import CONF, options
 from conf.load import ConfigError, range_problems, typed
+from conf.model_folders import expanded
 from conf.profile_windows import profile_problems
 from conf.schema import Config
 from parallel import placement, rules
@@ -154,6 +155,7 @@ def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -
 
     config_dir: a folder of more YAML groups.
     """
+    arguments = expanded(arguments)
     folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
@@ -175,6 +177,8 @@ def register() -> None:
 def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
     rank, world_size = world()
     require_own_store()
+    argv = expanded(argv)
+    sys.argv[1:] = argv
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:

@@ -44,16 +44,18 @@ ENOUGH = Range(lambda x: x >= 5, "must be 5 or more: two to settle and three tha
 KEPT = Range(lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for all")
 FACTOR = Range(lambda x: x == 0 or x > 1, "must be above 1, or 0 for none")
 UP_TO_1 = Range(lambda x: 0 <= x <= 1, "must be from 0 to 1")
+PART = Range(lambda x: 0 < x <= 1, "must be above 0 and at most 1")
 
 RANGES: dict[Range, str] = {
     POSITIVE: """
         model.vocab_size model.hidden_size model.num_layers model.num_attention_heads model.num_key_value_heads
         model.head_dim model.ffn_hidden_size model.max_position_embeddings model.norm_epsilon model.rope_theta
-        model.init_std model.make_vocab_size_divisible_by
+        model.init_std model.make_vocab_size_divisible_by model.sliding_window
         parallel.tp parallel.pp parallel.version parallel.recompute_interval
         zero.bucket_size precision.loss_scale_window precision.min_loss_scale
         data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents
-        optimizer.epsilon
+        data.validation_sources.weight data.validation_sources.max_documents
+        optimizer.epsilon lora.alpha
         train.micro_batch_size train.global_batch_size train.train_iters train.lr train.max_bad_steps train.lr_decay
         cluster.nodes cluster.devices_per_node cluster.memory_per_device cluster.peak_flops cluster.timeout_s
         cluster.intra_node.bandwidth cluster.inter_node.bandwidth cluster.host.bandwidth
@@ -66,7 +68,7 @@ RANGES: dict[Range, str] = {
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
-        optimizer.weight_decay optimizer.clip_grad benchmark.warmup_steps
+        optimizer.weight_decay optimizer.clip_grad benchmark.warmup_steps lora.rank
         train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
         plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
@@ -75,7 +77,11 @@ RANGES: dict[Range, str] = {
     KEPT: "checkpoint.keep_last",
     ENOUGH: "promote.steps",
     FACTOR: "train.spike_factor",
-    SHARE: "model.hidden_dropout model.attention_dropout data.validation_fraction optimizer.beta1 optimizer.beta2",
+    SHARE: """
+        model.hidden_dropout model.attention_dropout data.validation_fraction lora.dropout
+        optimizer.beta1 optimizer.beta2
+    """,
+    PART: "model.rotary_fraction",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }

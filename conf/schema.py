@@ -13,13 +13,15 @@ from typing import Any, Optional
 from conf.alert_schema import AlertRule as AlertRule
 from conf.alert_schema import NormalRange as NormalRange
 from conf.alert_schema import Persistence as Persistence
+from conf.choices import Activation as Activation
 from conf.choices import AlertAction as AlertAction
 from conf.choices import AlertCompared as AlertCompared
 from conf.choices import AlertReference as AlertReference
 from conf.choices import AlertSeverity as AlertSeverity
 from conf.choices import AlertSlice as AlertSlice
+from conf.choices import BadLine as BadLine
+from conf.choices import DataFormat as DataFormat
 from conf.choices import (
-    BadLine,
     DeviceKind,
     DType,
     Family,
@@ -32,6 +34,9 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.data_schema import CorpusSource as CorpusSource
+from conf.data_schema import DataConfig as DataConfig
+from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
 
 
@@ -40,7 +45,7 @@ class ModelConfig:
     """What is computed. Sizes are whole-model sizes, before any split."""
 
     name: str = "???"  # a label for logs and tables
-    family: Family = Family.llama  # gpt2: learned positions, LayerNorm, GELU, biases; llama: RoPE, RMSNorm, SwiGLU
+    family: Family = Family.llama  # the kind of block: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox (Pythia)
     vocab_size: int = 256  # number of real token ids; padding for the tensor axis is derived
     hidden_size: int = 64  # width of the residual stream
     num_layers: int = 4  # transformer blocks
@@ -55,6 +60,13 @@ class ModelConfig:
     rope_scaling: Optional[dict[str, Any]] = field(
         default_factory=dict
     )  # transformers': {rope_type: linear, factor: 2}
+    rotary_fraction: Optional[float] = None  # share of each head that is rotated; null: the family's own
+    sliding_window: Optional[int] = None  # keys that a query sees, its own included; null: all before it
+    layer_types: Optional[list[str]] = None  # full_attention or sliding_attention a block; null: sliding in all
+    attention_bias: Optional[bool] = None  # biases of the attention's projections; null: the family's own
+    mlp_bias: Optional[bool] = None  # biases of the feed-forward's projections; null: the family's own
+    activation: Optional[Activation] = None  # of the feed-forward layer; null: the family's own
+    parallel_residual: Optional[bool] = None  # attention and feed-forward both read the input; null: the family's own
     hidden_dropout: float = 0.0  # dropout on embeddings and on each residual branch
     attention_dropout: float = 0.0  # dropout on attention probabilities
     init_std: float = 0.02  # standard deviation of initial weights; residual outputs use it / sqrt(2 num_layers)
@@ -95,35 +107,6 @@ class PrecisionConfig:
     initial_loss_scale_power: int = 16  # fp16: first loss scale is 2 to this power
     loss_scale_window: int = 1000  # fp16: good steps before the scale doubles
     min_loss_scale: float = 1.0  # fp16: the run stops with a message when overflow persists at this scale
-
-
-@dataclass
-class CorpusSource:
-    """One corpus of a blend."""
-
-    path: str = "???"  # "stdlib", a file, a folder, a glob, hf:NAME[/CONFIG], or the prefix of Megatron's .bin and .idx
-    weight: float = 1.0  # share of samples drawn from it, before normalisation
-    split: str = "train"  # split of a Hugging Face dataset; of Megatron data its --split, such as 969,30,1
-    text_column: str = "text"  # column that holds the text
-    streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
-    max_documents: Optional[int] = None  # read at most this many documents; null: all
-    eod_id: Optional[int] = None  # Megatron data: the id that closes a document; null: the tokenizer's
-
-
-@dataclass
-class DataConfig:
-    """Text to tokens to batches."""
-
-    sources: list[CorpusSource] = field(default_factory=lambda: [CorpusSource(path="stdlib")])  # blend of corpora
-    tokenizer: str = "byte"  # "byte", "bpe" (trained on the corpus), a folder, a tokenizer.json or a hub name
-    bpe_vocab_size: int = 4096  # "bpe": number of token ids to train
-    sequence_length: int = 256  # tokens per sample
-    validation_fraction: float = 0.02  # share of documents held out, chosen by a hash of each document
-    mask_documents: bool = True  # attention and positions restart at each document inside a sample
-    bad_lines: BadLine = BadLine.fail  # broken rows: fail with file and row, or skip and count
-    cache_dir: str = "runs/corpus"  # where tokenised corpora are kept, relative to the calling folder
-    num_workers: int = 0  # chunks of text tokenised at once; 0: one a core
-    wait_timeout_s: float = 1800.0  # how long ranks wait for the one that prepares, in seconds
 
 
 @dataclass
@@ -274,6 +257,7 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     alerts: dict[str, Any] = field(default_factory=dict)  # AlertRule by name: conf/alerts, and alerts.NAME.FIELD
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     run: RunConfig = field(default_factory=RunConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -100,10 +100,19 @@ class SampleStream:
         return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
 
 
+class Stream(Dataset, Protocol):
+    """A dataset with an order: sample_id(index) is the place that draw `index` comes from."""
+
+    @property
+    def dropped_tokens(self) -> int: ...
+
+    def sample_id(self, index: int) -> int: ...
+
+
 class Blend:
     """Several streams drawn by weight; each stream keeps its own epochs."""
 
-    def __init__(self, streams: Sequence[SampleStream], *, weights: Sequence[float]) -> None:
+    def __init__(self, streams: Sequence[Stream], *, weights: Sequence[float]) -> None:
         if len({stream.sequence_length for stream in streams}) != 1 or len(streams) != len(weights):
             raise ValueError("a blend needs one weight a stream and one sequence length")
         self.streams = tuple(streams)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from conf.schema import CorpusSource
-from corpus.rows import Row, missing_column
+from corpus.rows import Columns, Row
 
 
 def parse_name(path: str) -> tuple[str, str | None]:
@@ -25,7 +25,7 @@ def parse_name(path: str) -> tuple[str, str | None]:
     return "/".join(parts[:2]), parts[2] if len(parts) == 3 else None
 
 
-def hub_rows(source: CorpusSource) -> Iterator[Row]:
+def hub_rows(source: CorpusSource, columns: Columns) -> Iterator[Row]:
     import datasets
 
     name, config = parse_name(source.path)
@@ -33,10 +33,10 @@ def hub_rows(source: CorpusSource) -> Iterator[Row]:
         dataset = datasets.load_dataset(name, config, split=source.split, streaming=source.streaming)
     except Exception as error:  # the library raises many kinds: network, names, splits, builders
         raise ValueError(f"data.sources path={source.path} split={source.split}: {_one_line(error)}") from None
-    yield from _dataset_rows(dataset, source)
+    yield from _dataset_rows(dataset, source, columns)
 
 
-def saved_rows(source: CorpusSource) -> Iterator[Row]:
+def saved_rows(source: CorpusSource, columns: Columns) -> Iterator[Row]:
     import datasets
 
     try:
@@ -47,24 +47,24 @@ def saved_rows(source: CorpusSource) -> Iterator[Row]:
         if source.split not in dataset:
             raise ValueError(f"{source.path}: no split {source.split!r}; it has {', '.join(dataset)}: set split")
         dataset = dataset[source.split]
-    yield from _dataset_rows(dataset, source)
+    yield from _dataset_rows(dataset, source, columns)
 
 
-def _dataset_rows(dataset: Any, source: CorpusSource) -> Iterator[Row]:
-    column = source.text_column
+def _dataset_rows(dataset: Any, source: CorpusSource, columns: Columns) -> Iterator[Row]:
     names = dataset.column_names
     if names is not None:
-        if column not in names:
-            raise ValueError(missing_column(source.path, column, names))
-        dataset = dataset.select_columns([column])
+        if not columns.chosen(names):
+            raise ValueError(columns.missing(source.path, names))
+        dataset = dataset.select_columns(list(columns.chosen(names)))
     number = 0
     try:
         for chunk in dataset.iter(batch_size=1000):
-            if column not in chunk:
-                raise ValueError(missing_column(source.path, column, chunk))
-            for value in chunk[column]:
+            chosen = columns.chosen(chunk)
+            if not chosen:
+                raise ValueError(columns.missing(source.path, chunk))
+            for cells in zip(*(chunk[column] for column in chosen), strict=True):
                 number += 1
-                yield Row(source.path, number, value)
+                yield Row(source.path, number, columns.value(dict(zip(chosen, cells, strict=True))))
     except UnicodeDecodeError as error:
         raise ValueError(f"{source.path}: a text after row {number} is not UTF-8 ({_one_line(error)})") from None
     except ValueError:

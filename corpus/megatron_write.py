@@ -18,6 +18,7 @@ from typing import IO
 
 import numpy as np
 
+from corpus.dataset import SampleStream
 from corpus.megatron_index import MMAP_MAGIC
 from corpus.prepare import PreparedCorpus
 from corpus.token_file import TokenStream
@@ -60,7 +61,9 @@ def write_corpus(corpus: PreparedCorpus, places: dict[tuple[str, int], Path]) ->
     for (split, number), base in places.items():
         blend = corpus.train if split == "train" else corpus.validation
         assert blend is not None
-        tokens = blend.streams[number].tokens
+        stream = blend.streams[number]
+        assert isinstance(stream, SampleStream), "conversations are refused before"
+        tokens = stream.tokens
         _write(tokens, base, dtype)
         yield Written(base, len(tokens.ends), len(tokens), dtype.name)
 

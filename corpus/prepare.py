@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import DataConfig
-from corpus.cache import Progress, built_once
+from corpus.cache import Build, Progress, built_once
 from corpus.dataset import Blend, SampleStream
 from corpus.mapped_documents import MappedDocuments
 from corpus.megatron_documents import index_documents
@@ -48,7 +48,7 @@ class PreparedCorpus:
     """train: for ever, shuffled each epoch; validation: fixed order, None where data.validation_fraction is 0.
 
     fingerprint: hex, of the token ids, the tokenizer and all that decides which sample is which; equal on all machines
-    whose runs read the same samples.
+    whose runs read the same samples. notes: lines that every start of a run should say.
     """
 
     train: Blend
@@ -56,6 +56,7 @@ class PreparedCorpus:
     tokenizer: Tokenizer
     sources: tuple[PreparedSource, ...]
     fingerprint: str
+    notes: tuple[str, ...] = ()
 
 
 def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
@@ -63,7 +64,7 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
 
     ValueError: bad settings, bad or too little text, a tokenizer with more ids than vocab_size.
     """
-    _check(data)
+    check(data)
     tell: Progress = progress or (lambda line: None)
     resolved = [resolve(source) for source in data.sources]
     tokenizer = _tokenizer(data, resolved, tell)
@@ -81,10 +82,11 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
     identity = [FORMAT, tokenizer.fingerprint, data.sequence_length, data.mask_documents, seed]
     # Of Megatron data the tables depend on where documents lie in the file, its content does not.
     identity += [[source.weight, source.manifest.get("content", source.manifest["files"])] for source in sources]
-    return PreparedCorpus(train, validation, tokenizer, sources, _hash(identity))
+    return PreparedCorpus(train, validation, tokenizer, sources, digest_of(identity))
 
 
-def _check(data: DataConfig) -> None:
+def check(data: DataConfig) -> None:
+    """ValueError for settings that no corpus can be prepared with."""
     if not data.sources:
         raise ValueError("data.sources is empty; name at least one, such as {path: stdlib}")
     if not 0 <= data.validation_fraction < 1:
@@ -102,8 +104,7 @@ def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progr
                 f"data.tokenizer=bpe is trained on text, and data.sources path={source.label} holds token ids; "
                 "name the tokenizer that made them"
             )
-    key = _hash(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
-    folder = Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}"
+    folder, key = _bpe_folder(data, resolved)
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
         tell(f"training a BPE of {data.bpe_vocab_size} ids")
@@ -113,6 +114,20 @@ def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progr
 
     built_once(folder, build=build, what="the BPE tokenizer", timeout_s=data.wait_timeout_s, progress=progress)
     return load_file(folder / "tokenizer.json", name="bpe")
+
+
+def _bpe_folder(data: DataConfig, resolved: list[ResolvedSource]) -> tuple[Path, str]:
+    """Where the tokenizer trained on these texts is kept, and the key that it goes by."""
+    key = digest_of(["bpe", data.bpe_vocab_size, BPE_BYTES, _text_key(data), [s.fingerprint() for s in resolved]])
+    return Path(data.cache_dir) / f"bpe-{data.bpe_vocab_size}-{key[:16]}", key
+
+
+def bpe_file(data: DataConfig) -> Path:
+    """The tokenizer.json that data.tokenizer=bpe has trained. Raises ValueError where it is not there."""
+    folder, _ = _bpe_folder(data, [resolve(source) for source in data.sources])
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"data.tokenizer=bpe: {folder} holds no tokenizer.json; the corpus is not prepared here")
+    return folder / "tokenizer.json"
 
 
 def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterator[str]:
@@ -135,9 +150,7 @@ def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterato
 def _source(
     source: ResolvedSource, *, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, progress: Progress
 ) -> tuple[Path, dict[str, Any]]:
-    key = _hash([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.label).strip("-.")[-40:] or "corpus"
-    folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
+    key = digest_of([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
         if source.kind == "megatron":
@@ -150,8 +163,16 @@ def _source(
             manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=tell)
         return {"format": FORMAT, "key": key, **manifest}
 
-    manifest = built_once(folder, build=build, what=source.label, timeout_s=data.wait_timeout_s, progress=progress)
-    return folder, manifest
+    return built_source(source.label, key, build, data=data, progress=progress)
+
+
+def built_source(
+    label: str, key: str, build: Build, *, data: DataConfig, progress: Progress
+) -> tuple[Path, dict[str, Any]]:
+    """(folder, manifest) of a source's files, built where there are none of this key yet."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-.")[-40:] or "corpus"
+    folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
+    return folder, built_once(folder, build=build, what=label, timeout_s=data.wait_timeout_s, progress=progress)
 
 
 def _blend(
@@ -189,5 +210,6 @@ def _text_key(data: DataConfig) -> list[Any]:
     return [data.validation_fraction, data.bad_lines.value]
 
 
-def _hash(what: Any) -> str:
+def digest_of(what: Any) -> str:
+    """sha256 of anything that JSON can say."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

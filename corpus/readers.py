@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 import pyarrow
 import pyarrow.parquet
@@ -22,7 +22,7 @@ import pyarrow.parquet
 from conf.schema import BadLine
 from corpus.duplicates import Duplicates
 from corpus.hub import hub_rows, saved_rows
-from corpus.rows import Row, missing_column
+from corpus.rows import Columns, Row
 from corpus.sources import ResolvedSource, SourceFile
 
 BOM = b"\xef\xbb\xbf"
@@ -40,6 +40,10 @@ class Document(NamedTuple):
     text: str
     digest: int
     num_bytes: int
+
+
+class HasFileBytes(Protocol):
+    file_bytes: int  # size of the files gone through so far
 
 
 @dataclass
@@ -64,7 +68,7 @@ class Tally:
 def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> Iterator[Document]:
     """The documents of `source` in order, counted in `tally`. ValueError with file and row where a row is broken."""
     limit = source.source.max_documents
-    for row in _rows(source, tally):
+    for row in rows(source, Columns(((source.source.text_column,),)), tally):
         if limit is not None and tally.documents >= limit:
             return
         tally.rows += 1
@@ -94,17 +98,17 @@ def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> It
             yield Document(cast(str, value), digest, len(payload))
 
 
-def _rows(source: ResolvedSource, tally: Tally) -> Iterator[Row]:
-    column = source.source.text_column
+def rows(source: ResolvedSource, columns: Columns, tally: HasFileBytes) -> Iterator[Row]:
+    """Every row of `source` in order, broken ones with their problem; counts the bytes of files gone through."""
     if source.kind == "hub":
-        yield from hub_rows(source.source)
+        yield from hub_rows(source.source, columns)
     elif source.kind == "saved":
-        yield from saved_rows(source.source)
+        yield from saved_rows(source.source, columns)
     else:
         readers = {"txt": _text_rows, "jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
         for file in source.files:
             try:
-                yield from readers[file.kind](file, column)
+                yield from readers[file.kind](file, columns)
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(f"{file.path}: the gzip stream is damaged ({error}); fetch the file again") from None
             except OSError as error:
@@ -127,7 +131,7 @@ def _wide(content: bytes) -> str | None:
     return None
 
 
-def _text_rows(file: SourceFile, column: str) -> Iterator[Row]:
+def _text_rows(file: SourceFile, columns: Columns) -> Iterator[Row]:
     """The whole file is one document."""
     with _open(file) as stream:
         content = stream.read().removeprefix(BOM)
@@ -159,7 +163,7 @@ def _decoded_lines(file: SourceFile) -> Iterator[tuple[int, str | None, str | No
                     yield number, None, _undecodable(error)
 
 
-def _jsonl_rows(file: SourceFile, column: str) -> Iterator[Row]:
+def _jsonl_rows(file: SourceFile, columns: Columns) -> Iterator[Row]:
     names: list[str] | None = None  # the first row's columns, until a row has the wanted one
     found = False
     for number, line, problem in _decoded_lines(file):
@@ -170,13 +174,13 @@ def _jsonl_rows(file: SourceFile, column: str) -> Iterator[Row]:
         if record is None:
             yield Row(file.path, number, problem=problem)
             continue
-        if column in record:
+        if columns.chosen(record):
             found = True
         elif names is None:
             names = list(record)
-        yield Row(file.path, number, record.get(column))
+        yield Row(file.path, number, columns.value(record))
     if names is not None and not found:
-        raise ValueError(missing_column(file.path, column, names))
+        raise ValueError(columns.missing(file.path, names))
 
 
 def _json_object(line: str) -> tuple[dict[str, Any] | None, str | None]:
@@ -195,7 +199,7 @@ def _json_object(line: str) -> tuple[dict[str, Any] | None, str | None]:
     return record, None
 
 
-def _csv_rows(file: SourceFile, column: str) -> Iterator[Row]:
+def _csv_rows(file: SourceFile, columns: Columns) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
     problems: dict[int, str | None] = {}
 
@@ -206,8 +210,7 @@ def _csv_rows(file: SourceFile, column: str) -> Iterator[Row]:
             yield "\n" if line is None else line
 
     reader = csv.reader(lines(), strict=True)
-    place: int | None = None
-    width = 0
+    header: list[str] = []
     while True:
         before = reader.line_num
         try:
@@ -222,38 +225,42 @@ def _csv_rows(file: SourceFile, column: str) -> Iterator[Row]:
             yield Row(file.path, reader.line_num, problem=problem)
         elif cells is None:
             return
-        elif place is None:
-            if column not in cells:
-                raise ValueError(missing_column(file.path, column, cells))
-            place, width = cells.index(column), len(cells)
+        elif not header:
+            if not columns.chosen(cells):
+                raise ValueError(columns.missing(file.path, cells))
+            header = cells
         elif not cells:
             continue
-        elif len(cells) != width:
-            yield Row(file.path, reader.line_num, problem=f"{len(cells)} cells under a header of {width}")
+        elif len(cells) != len(header):
+            yield Row(file.path, reader.line_num, problem=f"{len(cells)} cells under a header of {len(header)}")
         else:
-            yield Row(file.path, reader.line_num, cells[place])
+            record = dict(zip(reversed(header), reversed(cells), strict=True))  # of two equal names the first
+            yield Row(file.path, reader.line_num, columns.value(record))
 
 
-def _parquet_rows(file: SourceFile, column: str) -> Iterator[Row]:
+def _parquet_rows(file: SourceFile, columns: Columns) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(file.path) as parquet:
             names = parquet.schema_arrow.names
-            if column not in names:
-                raise ValueError(missing_column(file.path, column, names))
-            kind = parquet.schema_arrow.field(column).type
-            value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            types = pyarrow.types
-            if not any(
-                is_(value) for is_ in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-            ):
-                raise ValueError(f"{file.path}: column {column!r} is {kind}, not string; write it as text")
+            chosen = columns.chosen(names)
+            if not chosen:
+                raise ValueError(columns.missing(file.path, names))
+            for column in chosen if columns.of_text else ():
+                _require_text_column(file, column, parquet.schema_arrow.field(column).type)
             row = 0
-            for record_batch in parquet.iter_batches(batch_size=1024, columns=[column]):
-                for scalar in record_batch.column(0):
+            for record_batch in parquet.iter_batches(batch_size=1024, columns=list(chosen)):
+                for cells in zip(*(record_batch.column(column) for column in chosen), strict=True):
                     row += 1
                     try:
-                        yield Row(file.path, row, scalar.as_py())
+                        record = dict(zip(chosen, (scalar.as_py() for scalar in cells), strict=True))
+                        yield Row(file.path, row, columns.value(record))
                     except UnicodeDecodeError as error:
                         yield Row(file.path, row, problem=_undecodable(error))
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file.path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
+
+
+def _require_text_column(file: SourceFile, column: str, kind: pyarrow.DataType) -> None:
+    value, types = kind.value_type if pyarrow.types.is_dictionary(kind) else kind, pyarrow.types
+    if not any(is_(value) for is_ in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)):
+        raise ValueError(f"{file.path}: column {column!r} is {kind}, not string; write it as text")

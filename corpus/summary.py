@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 from corpus.prepare import PreparedCorpus
@@ -38,17 +39,22 @@ def table(corpus: PreparedCorpus) -> str:
             notes.append(f"  first broken row: {counts['first_bad']}")
         notes += [f"  {note}" for note in (_repeated(counts), _closed(source.manifest)) if note]
         notes.append(f"  in {source.folder.absolute()}")
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in (0, 2) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, left=(0, 2))
     tokenizer = corpus.tokenizer
     notes.append(f"tokenizer {tokenizer.name}: {tokenizer.size:,} ids, end of document {tokenizer.eod_id}")
     return "\n".join(lines + notes)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:
+    """Lines of a table; the columns `left` begin at the left, the others end at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _left_out(counts: dict[str, Any]) -> str:

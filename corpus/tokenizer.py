@@ -79,6 +79,11 @@ class FastTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
+    @property
+    def end(self) -> str:
+        """The end-of-document token."""
+        return str(self._tokenizer.id_to_token(self.eod_id))
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -127,7 +132,8 @@ def load_file(path: Path, *, name: str) -> FastTokenizer:
     raise ValueError(_no_end(name))
 
 
-def _load_transformers(name: str) -> Tokenizer:
+def load_auto(name: str) -> tuple[Any, int]:
+    """(transformers' tokenizer of a folder or hub name, id that ends a document)."""
     from transformers import AutoTokenizer  # seconds to import; the byte and BPE tokenizers do without
 
     try:
@@ -143,6 +149,11 @@ def _load_transformers(name: str) -> Tokenizer:
         if not known:
             raise ValueError(_no_end(name))
         eod_id = tokenizer.convert_tokens_to_ids(known[0])
+    return tokenizer, eod_id
+
+
+def _load_transformers(name: str) -> Tokenizer:
+    tokenizer, eod_id = load_auto(name)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if isinstance(backend, tokenizers.Tokenizer):
         return FastTokenizer(backend, name=name, eod_id=eod_id)

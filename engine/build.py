@@ -8,6 +8,7 @@ from engine.device import Device
 from engine.pipeline import PipelineTrainer
 from engine.step import Trainer
 from engine.zero import ZeroTrainer
+from model.adapters import with_adapters
 from model.layers import build_layer_specs
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import Groups
@@ -35,6 +36,16 @@ def build_trainer(
         mask_documents=config.data.mask_documents,
         seed=config.seed,
     )
+    if config.lora.rank > 0:
+        specs = with_adapters(
+            specs,
+            model=config.model,
+            lora=config.lora,
+            tensor=groups.tensor,
+            streams=streams,
+            sequence_parallel=plan.sequence_parallel,
+            seed=config.seed,
+        )
     if plan.zero_stage <= 1:
         return PipelineTrainer(
             specs, config=config, plan=plan, groups=groups, streams=streams, num_micro_batches=num_micro_batches

@@ -24,6 +24,7 @@ import xxhash
 MANIFEST = "manifest.json"
 FORMAT = 1
 WEIGHTS = "weights"
+ADAPTER_CONFIG = "adapter_config.json"  # in weights/, where they are adapters: PEFT's
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHTS, *MOMENTS)  # folders of a checkpoint: fp32 weights, AdamW's moments
 

@@ -19,14 +19,15 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from conf.huggingface_config import huggingface_config
 from conf.load import fingerprint, to_plain
 from conf.schema import CheckpointConfig, OnSaveError
 from corpus.cache import sync_folder
 from engine import last_state
 from engine.checkpoint_folder import (
+    ADAPTER_CONFIG,
     FORMAT,
     KINDS,
-    MANIFEST,
     WEIGHTS,
     DamagedError,
     checkpoint_path,
@@ -49,10 +50,12 @@ from engine.held import (
     set_loss_scale_state,
     set_optimizer_steps,
 )
+from engine.initial_weights import initial_base, require_base
+from engine.safetensors_files import INDEX
 from engine.session import Session, announce
 from engine.step import Trainer
-from engine.storage import INDEX, BoxWriter, Checksum, StoredTensors, head_digest
-from model.huggingface import huggingface_config
+from engine.storage import BoxWriter, Checksum, StoredTensors, head_digest
+from model.adapters import peft_config, trained_tensors
 from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json
 
@@ -105,6 +108,9 @@ class Checkpoints:
         self.session, self.trainer, self.corpus_fingerprint = session, trainer, corpus_fingerprint
         self.settings: CheckpointConfig = session.config.checkpoint
         self.folder = session.folder / "checkpoints"
+        config = session.config
+        self.places = trained_tensors(config.model, config.lora)
+        self.base = initial_base(config)  # what adapters stand beside: named in a checkpoint, not held
         self.group = dist.new_group(backend="gloo")  # its own: an asynchronous save talks while training does
         self.stager = HostCopy(session.device)
         self.resumed_from: int | None = None
@@ -124,7 +130,7 @@ class Checkpoints:
         reports = self.finish()
         last_state.now("save")
         start = time.perf_counter()
-        pieces = pieces_to_save(self.trainer, self.session.config.model, self.session.groups)
+        pieces = pieces_to_save(self.trainer, self.places, self.session.groups)
         size = sum(tensor.nbytes for one in pieces.values() for tensor in one.tensors.values())
         partial = partial_path(self.folder, progress.step)
         meta = self._meta(progress)
@@ -197,10 +203,11 @@ class Checkpoints:
     def load(self, path: Path) -> Progress:
         """Weights, moments and progress of a checkpoint that any plan wrote. Raises DamagedError, on every rank."""
         stored = StoredTensors(path)
-        manifest = self._checked(path, stored)
+        manifest = self.checked(path, stored)
         if path.name != checkpoint_path(self.folder, manifest["progress"]["step"]).name:
             raise DamagedError(f"checkpoint {path} has another name than its step {manifest['progress']['step']}")
-        stored.load(boxes_to_load(self.trainer, self.session.config.model, self.session.groups))
+        require_base(path, manifest.get("base"), self.base)
+        stored.load(boxes_to_load(self.trainer, self.places, self.session.groups))
         set_optimizer_steps(self.trainer, manifest["optimizer_steps"])
         set_loss_scale_state(self.trainer, manifest["loss_scale"])
         self.resumed_from = manifest["progress"]["step"]
@@ -210,19 +217,7 @@ class Checkpoints:
             announce("the corpus is not the checkpoint's: sample numbers go on, in other text")
         return Progress.from_plain(manifest["progress"])
 
-    def load_weights(self, folder: Path) -> None:
-        """Only the weights, from this format's (checked) or transformers' folder; the optimizer starts anew.
-
-        Raises DamagedError, or ValueError where they are not this model's.
-        """
-        stored = StoredTensors(folder.parent)
-        if (folder.parent / MANIFEST).is_file():
-            self._checked(folder.parent, stored, kinds=(folder.name,))
-        boxes = boxes_to_load(self.trainer, self.session.config.model, self.session.groups)
-        weights = ((folder.name, box, target) for kind, box, target in boxes if kind == WEIGHTS)
-        stored.load(weights)
-
-    def _checked(self, path: Path, stored: StoredTensors, *, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    def checked(self, path: Path, stored: StoredTensors, *, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
         """The manifest, after all ranks together have read every byte of the given folders."""
         try:
             answer: dict[str, Any] | DamagedError = read_manifest(path)
@@ -249,6 +244,7 @@ class Checkpoints:
             "random_state": RANDOM_STATE_RULE,
             "learning_rate": "a function of config, step and tokens: nothing to store",
             "loss_scale": loss_scale_state(self.trainer),
+            "base": self.base,
             "config": redacted(to_plain(config)),
             "config_fingerprint": fingerprint(config),
             "plan": dataclasses.asdict(self.session.plan),
@@ -259,9 +255,15 @@ class Checkpoints:
 
     def _complete(self, partial: Path, meta: dict[str, Any], checksums: list[Checksum]) -> None:
         """On rank 0, when every rank's bytes are on disk: manifest, final name, pruning."""
-        write_json(partial / WEIGHTS / "config.json", huggingface_config(self.session.config.model))
+        config = self.session.config
+        if self.base is None:
+            about, content = "config.json", huggingface_config(config.model)
+        else:
+            about = ADAPTER_CONFIG
+            content = peft_config(config.model, config.lora, base=self.base["initialize_from"])
+        write_json(partial / WEIGHTS / about, content)
         files = {one.file: (partial / one.file).stat().st_size for one in checksums}
-        others = [f"{WEIGHTS}/config.json", *(f"{kind}/{INDEX}" for kind in KINDS)]
+        others = [f"{WEIGHTS}/{about}", *(f"{kind}/{INDEX}" for kind in KINDS)]
         manifest = meta | {
             "saved": utc_now(),
             "files": files,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from conf.schema import Config, DType
-from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
+from parallel.stage_values import trained_parameters
 
 
 def deepspeed_config(config: Config, plan: ParallelPlan, *, num_micro_batches: int) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def zero_section(config: Config, plan: ParallelPlan) -> dict[str, Any]:
         return section
     # DeepSpeed allocates a bucket whole: no more than the largest stage can fill.
     stages = range(plan.pipeline_model_parallel_size)
-    bucket_size = min(config.zero.bucket_size, max(stage_parameters(config, plan, stage) for stage in stages))
+    bucket_size = min(config.zero.bucket_size, max(trained_parameters(config, plan, stage) for stage in stages))
     section |= {
         "reduce_bucket_size": bucket_size,
         "allgather_bucket_size": bucket_size,

@@ -22,13 +22,14 @@ from engine.loss import TokenLoss
 from engine.meta_rank import META, Call, CountCollectives, MetaStage, cuda_kernels, send
 from engine.session import DTYPES
 from engine.tensor_bytes import HeldActivations
+from model.adapters import with_adapters
 from model.layers import build_layer_specs
 from model.tensor_parallel.random import RandomStreams
 from parallel.activations import Kinds, micro_batch
 from parallel.communication import ledger as communication_ledger
 from parallel.groups import AxisGroup
-from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
+from parallel.stage_values import stage_parameters
 from parallel.states import StateBytes
 from telemetry.tables import size, table
 
@@ -133,6 +134,16 @@ def _build(config: Config, plan: ParallelPlan, pp_rank: int, tensor: AxisGroup) 
         mask_documents=config.data.mask_documents,
         seed=config.seed,
     )
+    if config.lora.rank > 0:
+        specs = with_adapters(
+            specs,
+            model=config.model,
+            lora=config.lora,
+            tensor=tensor,
+            streams=streams,
+            sequence_parallel=plan.sequence_parallel,
+            seed=config.seed,
+        )
     shared: dict[str, torch.nn.Module] = {}
     bounds = [plan.stage_layers[stage] for stage in plan.stages_of(pp_rank)]
     dtype = DTYPES[config.precision.dtype]

@@ -8,7 +8,7 @@ and a load writes straight into the partitions. Not here: files (engine/storage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from conf.schema import ModelConfig
 from engine.checkpoint_folder import MOMENTS, WEIGHTS
 from engine.device import Device
 from engine.step import Trainer
-from model.huggingface import stored_tensors
+from model.huggingface_names import Stored
 from model.placement import Box, boxes
 from parallel.groups import AxisGroup, Groups
 
@@ -95,9 +94,11 @@ class Run:
     tensors: dict[str, Tensor]
 
 
-def pieces_to_save(trainer: Trainer, model: ModelConfig, groups: Groups) -> dict[str, Pieces]:
-    """This rank's share of the checkpoint, "kind/stored name" -> boxes: over all ranks, each value exactly once."""
-    places = stored_tensors(model)
+def pieces_to_save(trainer: Trainer, places: Mapping[str, Stored], groups: Groups) -> dict[str, Pieces]:
+    """This rank's share of the checkpoint, "kind/stored name" -> boxes: over all ranks, each value exactly once.
+
+    places: of all that is trained.
+    """
     found: dict[str, Pieces] = {}
     mine = {id(parameter) for parameter in _saved_here(trainer.module, groups.tensor)}
     for run in held_runs(trainer, share_of=groups.data):
@@ -111,33 +112,39 @@ def pieces_to_save(trainer: Trainer, model: ModelConfig, groups: Groups) -> dict
     return found
 
 
-def boxes_to_load(trainer: Trainer, model: ModelConfig, groups: Groups) -> Iterator[tuple[str, Box, Tensor]]:
-    """(kind, box, where its values go) for everything this rank holds, working copies of the weights included."""
-    places = stored_tensors(model)
-
-    def fill(run: Run) -> Iterator[tuple[str, Box, Tensor]]:
-        info, count = run.parameter.info, next(iter(run.tensors.values())).numel()  # type: ignore[attr-defined]
-        for box in boxes(info, places, tensor_rank=groups.tensor.rank, start=run.start, count=count):
-            yield from ((kind, box, box.view(tensor)) for kind, tensor in run.tensors.items())
-
+def boxes_to_load(trainer: Trainer, places: Mapping[str, Stored], groups: Groups) -> Iterator[tuple[str, Box, Tensor]]:
+    """(kind, box, where its values go) for everything this rank trains, working copies of the weights included."""
     for run in held_runs(trainer):
-        yield from fill(run)
+        yield from _filled(run, places, groups)
     parameter: Any
     for parameter in trainer.module.parameters():
         if hasattr(parameter, "ds_id"):
-            yield from fill(_zero3_run(parameter, {WEIGHTS: parameter.ds_tensor}))
-        else:
-            yield from fill(Run(parameter, 0, {WEIGHTS: parameter.data.view(-1)}))
+            yield from _filled(_zero3_run(parameter, {WEIGHTS: parameter.ds_tensor}), places, groups)
+        elif parameter.requires_grad:
+            yield from _filled(Run(parameter, 0, {WEIGHTS: parameter.data.view(-1)}), places, groups)
+
+
+def frozen_boxes(trainer: Trainer, places: Mapping[str, Stored], groups: Groups) -> Iterator[tuple[str, Box, Tensor]]:
+    """The same for the weights beside adapters, which have no other copy."""
+    for parameter in trainer.module.parameters():
+        if not parameter.requires_grad:
+            yield from _filled(Run(parameter, 0, {WEIGHTS: parameter.data.view(-1)}), places, groups)
+
+
+def _filled(run: Run, places: Mapping[str, Stored], groups: Groups) -> Iterator[tuple[str, Box, Tensor]]:
+    info, count = run.parameter.info, next(iter(run.tensors.values())).numel()  # type: ignore[attr-defined]
+    for box in boxes(info, places, tensor_rank=groups.tensor.rank, start=run.start, count=count):
+        yield from ((kind, box, box.view(tensor)) for kind, tensor in run.tensors.items())
 
 
 def held_runs(trainer: Trainer, *, share_of: AxisGroup | None = None) -> Iterator[Run]:
-    """The fp32 weights and moments on this rank, by parameter. Makes moments that do not exist yet.
+    """The fp32 weights and moments on this rank, by trained parameter. Makes moments that do not exist yet.
 
     share_of: what all ranks of this axis hold alike (ZeRO 0) is divided among them.
     """
     states, flats = _torch_optimizer(trainer.engine).state, _flat_parameters(trainer.engine)
     _make_states(trainer.engine)
-    for parameter in trainer.module.parameters():
+    for parameter in (one for one in trainer.module.parameters() if one.requires_grad):
         if hasattr(parameter, "ds_id"):
             yield _zero3_run(parameter, _zero3_tensors(parameter, states))
         elif hasattr(parameter, "_hp_mapping"):

@@ -25,7 +25,7 @@ from engine.failure import StoppedByAlert, StoppedOnRequest, StopRun
 from engine.schedules import learning_rate_at, samples_after
 from engine.session import Rates, Session
 from engine.step import Trainer
-from parallel.flops import hardware_flops_per_token, model_flops_per_token
+from parallel.training_flops import training_flops_per_token, training_hardware_flops_per_token
 from telemetry.report import EvaluationReport, StepReport
 from telemetry.timeline import Timeline
 
@@ -148,9 +148,9 @@ def _train_step(
         result = trainer.train_batch(batches, lr=lr)
     end = device.now()
     step_time = end - start
-    model_flops = model_flops_per_token(config.model, sequence)
+    model_flops = training_flops_per_token(config)
     rate = step_tokens * model_flops / step_time / plan.world_size
-    hardware_rate = rate * hardware_flops_per_token(config.model, sequence, recompute=plan.recompute) / model_flops
+    hardware_rate = rate * training_hardware_flops_per_token(config, recompute=plan.recompute) / model_flops
     pace = median([report.step_time_s for report in recent] + [step_time])
     peak, measured = run.rates.peak, run.rates.measured
     saved_step, saved_at = run.checkpoints.saved
@@ -295,5 +295,5 @@ def _evaluate(run: Run, progress: Progress, began: float) -> EvaluationReport:
     run.timeline.add("evaluation", step=progress.step, loss=loss)
     return EvaluationReport(
         step=progress.step, tokens=progress.tokens, loss=loss, hours=(time.perf_counter() - began) / 3600,
-        flops=float(progress.tokens * model_flops_per_token(config.model, config.data.sequence_length)),
+        flops=float(progress.tokens * training_flops_per_token(config)),
     )  # fmt: skip

@@ -103,7 +103,8 @@ def _label_parts(block: Block, held: HeldActivations, undo: ExitStack) -> None:
         """A checkpoint holds the context by its closure, where autograd does not see it."""
         made = make(*args)
         before, held.label = held.label, "context"
-        kept: list[Saved] = [held.hold(t) for t in (made.mask, made.cos, made.sin) if t is not None]
+        masks = [seen.mask for seen in made.visible.values()]
+        kept: list[Saved] = [held.hold(t) for t in (*masks, made.cos, made.sin) if t is not None]
         held.label = before
         undo.callback(kept.clear)
         return made
@@ -160,7 +161,7 @@ def _attention(
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if enable_gqa:
         return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal)[0]
-    mask = attn_mask.expand(-1, q.shape[1], -1, -1)
+    mask = attn_mask.expand(q.shape[0], q.shape[1], -1, -1)
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout_p, is_causal)[0]
 
 

@@ -47,6 +47,8 @@ def llama_config(model: ModelConfig, *, sequence_length: int) -> LlamaConfig:
         rms_norm_eps=model.norm_epsilon,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta},
         tie_word_embeddings=model.tie_word_embeddings,
+        attention_bias=shape.parts.qkv_bias,
+        mlp_bias=shape.parts.mlp_bias,
         attn_implementation="sdpa",
         use_cache=False,
     )

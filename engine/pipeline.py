@@ -92,6 +92,10 @@ class PlannedPipeline(PipelineModule):
             streams=self.streams,
         )
 
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """A frozen table has no gradient to sum over its copies."""
+        return [(weight, group) for weight, group in super().get_tied_weights_and_groups() if weight.requires_grad]
+
 
 class PlannedDualPipe(DualPipeVModule, PlannedPipeline):
     """The same in 2 * pp stages, two a rank (the order of bases lets DualPipeV double them first)."""

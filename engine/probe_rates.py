@@ -129,7 +129,7 @@ def matrix_shapes(config: Config, *, squares: tuple[int, ...]) -> list[tuple[int
         shapes |= {
             (tokens, hidden, query // tp + 2 * key_value),
             (tokens, query // tp, hidden),
-            (tokens, hidden, width * (2 if s.gated else 1)),
+            (tokens, hidden, width * (2 if s.parts.gated else 1)),
             (tokens, width, hidden),
             (tokens, hidden, -(-model.vocab_size // tp)),
         }

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+from conf.huggingface import CONFIG, model_of, read_config
+from conf.huggingface_config import FREE, model_differences
 from conf.load import leaves, to_plain
 from conf.schema import Config
 from engine.checkpoint_folder import (
+    ADAPTER_CONFIG,
     WEIGHTS,
     DamagedError,
     checkpoint_bytes,
@@ -23,9 +26,11 @@ from engine.checkpoint_folder import (
 from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
 from engine.failure import StopRun
+from engine.initial_weights import adapter_folder, load_adapter, load_weights
+from engine.safetensors_files import TensorFolder
 from engine.session import announce
-from engine.storage import weight_map
-from model.huggingface import differences_from
+from engine.weight_folders import open_weights, problems_of
+from parallel.adapters import trained_count
 from parallel.sizes import parameter_count
 from telemetry.redact import redacted
 from telemetry.run_folder import (
@@ -39,8 +44,7 @@ from telemetry.run_folder import (
 from telemetry.tables import size
 from telemetry.timeline import Timeline
 
-# How a model is trained, not what it is: these may change between checkpoint and resume.
-FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_size_divisible_by")
+FREE_OF_LORA = ("dropout", "initialize_from")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
 RECIPES = ("benchmark", "plan", "probe", "promote")
 ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
@@ -72,7 +76,8 @@ def choose_start(config: Config, *, rank: int) -> Start:
     """Claim the run's folder and list what to go on from. ValueError where that cannot be, with the remedy."""
     if rank != 0:
         return Start()
-    weights_folder(config)
+    _check_weights(config)
+    adapter_folder(config)
     _require_room(config)
     if config.resume == "never":
         return _fresh(config)
@@ -83,7 +88,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
 
 def _require_room(config: Config) -> None:
     """ValueError where the disk that runs are kept on has no room for one checkpoint."""
-    need = checkpoint_bytes(parameter_count(config.model))
+    need = checkpoint_bytes(trained_count(config, of_model=parameter_count(config.model)))
     folder = run_folder_path(config.run, "id")
     folder = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
@@ -101,21 +106,37 @@ def _fresh(config: Config, *, candidates: Sequence[Path] = (), note: str = "", *
 
 
 def weights_folder(config: Config) -> Path | None:
-    """The folder of safetensors that `initialize_from` means; ValueError where there is none."""
+    """The folder of safetensors that `initialize_from` means."""
     if config.initialize_from is None:
         return None
     given = Path(config.initialize_from).expanduser().absolute()
-    folder = given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+    return given / WEIGHTS if (given / WEIGHTS).is_dir() else given
+
+
+def _check_weights(config: Config) -> None:
+    """ValueError where the weights that `initialize_from` means are not there, torn, or another model's."""
+    folder = weights_folder(config)
+    if folder is None:
+        return
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"initialize_from={config.initialize_from} holds adapters, no whole weights; merge them into their base "
+            "first (recipes/convert.py merge), or set lora.initialize_from and name the base here"
+        )
     try:
-        names = weight_map(folder)
-        about = folder / "config.json"
-        theirs = json.loads(about.read_text()) if about.exists() else {}
+        differences = []
+        if (folder / CONFIG).exists():
+            theirs = model_of(read_config(folder), name=config.model.name)
+            differences = model_differences(theirs, config.model)
+        weights = open_weights(folder)
+        if not isinstance(weights, TensorFolder):
+            raise ValueError(f"{folder} holds no .safetensors file; recipes/convert.py import makes one of its weights")
+        differences += problems_of(weights, config.model)
     except (ValueError, OSError) as error:
-        raise ValueError(f"initialize_from={config.initialize_from}: {error}") from None
-    differences = differences_from(names, theirs, config.model)
+        lines = str(error).splitlines()
+        raise ValueError("\n".join(f"initialize_from={config.initialize_from}: {line}" for line in lines)) from None
     if differences:
         raise ValueError(f"initialize_from={config.initialize_from} is another model: {'; '.join(differences)}")
-    return folder
 
 
 def _newest(config: Config) -> Start:
@@ -145,6 +166,7 @@ def _at(config: Config, path: Path) -> Start:
     if not candidates:
         raise ValueError(
             f"resume={config.resume}: there is no complete checkpoint; name a folder step-N or a run's folder"
+            + (f" (weights alone: initialize_from={config.resume})" if (path / WEIGHTS).is_dir() else "")
         )
     own = None if config.run.id is None else run_folder_path(config.run, config.run.id)
     if own is not None and candidates[0].parents[1] == own.resolve():
@@ -218,7 +240,12 @@ def _differences(config: Config, candidates: list[Path]) -> list[tuple[str, Any,
         return []
     theirs, ours = saved["model"], to_plain(config.model)
     keys = [key for key in ours if key not in FREE and theirs.get(key) != ours[key]]
-    return [(f"model.{key}", theirs.get(key), ours[key]) for key in keys]
+    found = [(f"model.{key}", theirs.get(key), ours[key]) for key in keys]
+    theirs, ours = saved.get("lora", {"rank": 0}), to_plain(config.lora)
+    if theirs["rank"] == ours["rank"] == 0:
+        return found
+    keys = [key for key in ours if key not in FREE_OF_LORA and theirs.get(key) != ours[key]]
+    return found + [(f"lora.{key}", theirs.get(key), ours[key]) for key in keys]
 
 
 def _saved_config(candidates: list[Path]) -> dict[str, Any] | None:
@@ -244,6 +271,12 @@ def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progres
 def _loaded(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progress:
     if start.note:
         announce(start.note)
+    weights = weights_folder(config := checkpoints.session.config)
+    if weights is not None and (config.lora.rank > 0 or not start.candidates):
+        _load(load_weights, checkpoints, weights, "initialize_from", timeline)
+    adapter = adapter_folder(config)
+    if adapter is not None and not start.candidates:
+        _load(load_adapter, checkpoints, adapter, "lora.initialize_from", timeline)
     if start.candidates:
         progress = checkpoints.load_newest(start.candidates, only=start.only)
         for key, theirs, ours in start.changed:
@@ -254,12 +287,15 @@ def _loaded(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progr
             "resume", step=progress.step, message=message, checkpoint=path, plan=plan, changed=start.changed
         )  # fmt: skip
         return progress
-    weights = weights_folder(checkpoints.session.config)
-    if weights is not None:
-        try:
-            checkpoints.load_weights(weights)
-        except ValueError as error:  # DamagedError too
-            raise StopRun(f"initialize_from: {error}") from None
-        message = f"weights from {weights}; optimizer and step counter start anew"
-        timeline.add("weights", step=0, message=message)
     return Progress()
+
+
+def _load(
+    load: Callable[[Checkpoints, Path], None], checkpoints: Checkpoints, folder: Path, knob: str, timeline: Timeline
+) -> None:
+    try:
+        load(checkpoints, folder)
+    except ValueError as error:  # DamagedError too
+        raise StopRun(f"{knob}: {error}") from None
+    what = "adapters" if knob.startswith("lora") else "weights"
+    timeline.add("weights", step=0, message=f"{what} from {folder}; optimizer and step counter start anew")

@@ -29,7 +29,7 @@ def sample_text(trainer: Trainer, session: Session, tokenizer: Tokenizer, *, tem
         logits = trainer.logits(Batch(tokens_BS, positions_BS, torch.full_like(tokens_BS, IGNORED)))
         drawn = torch.zeros((), dtype=torch.int64, device=session.device.torch_device)
         if logits is not None:
-            last_V = _whole_vocabulary(logits[0, len(window) - 1].float(), session.groups)
+            last_V = whole_vocabulary(logits[0, len(window) - 1].float(), session.groups)
             probabilities = torch.softmax(last_V[: tokenizer.size].cpu() / temperature, dim=-1)
             drawn.fill_(int(torch.multinomial(probabilities, 1, generator=generator)))
         if torch.distributed.get_world_size() > 1:
@@ -40,7 +40,7 @@ def sample_text(trainer: Trainer, session: Session, tokenizer: Tokenizer, *, tem
     return tokenizer.decode(tokens)
 
 
-def _whole_vocabulary(shard_V: torch.Tensor, groups: Groups) -> torch.Tensor:
+def whole_vocabulary(shard_V: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Logits of one position over the whole padded vocabulary, from this rank's shard [V/T]."""
     if groups.tensor.size == 1:
         return shard_V

@@ -12,13 +12,13 @@ Layout of a folder: KIND/model-00001-of-0000N.safetensors and KIND/model.safeten
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from corpus.cache import sync_folder
+from corpus.cache import file_digest, sync_folder
 from engine import last_state
+from engine.safetensors_files import INDEX, Spec, create_file, packed, write_at, write_index
 from model.placement import Box
 
 MAX_FILE_BYTES = 4 * 2**30
-INDEX = "model.safetensors.index.json"
 WRITERS = 2  # threads of a rank: one copies while another waits for the disk
 ITEM = 4  # bytes of an fp32 value
 
@@ -136,21 +136,26 @@ class StoredTensors:
                 return f"{one.file}: the values of {one.tensor} at {list(one.offsets)} are not those that were written"
         return None
 
-    def load(self, boxes: Iterable[tuple[str, Box, Tensor]]) -> None:
-        """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there."""
+    def load(self, boxes: Iterable[tuple[str, Box, Tensor]], *, called: Mapping[str, str] | None = None) -> None:
+        """Fill each (kind, box, tensor [box.sizes]). Raises ValueError naming a tensor that is not there.
+
+        `called`: what the folder calls tensors whose name there is another.
+        """
+        called = called or {}
         maps: dict[str, Mapping[str, str]] = {}
         for kind, box, target in boxes:
             last_state.now("load", tensor=f"{kind}/{box.name}")
             if kind not in maps:
                 maps[kind] = weight_map(self.folder / kind)
-            if box.name not in maps[kind]:
-                raise ValueError(f"{self.folder / kind} has no tensor {box.name}; it holds {len(maps[kind])} others")
-            file = f"{kind}/{maps[kind][box.name]}"
-            stored = tuple(self._opened(file).get_slice(box.name).get_shape())
+            name = called.get(box.name, box.name)
+            if name not in maps[kind]:
+                raise ValueError(f"{self.folder / kind} has no tensor {name}; it holds {len(maps[kind])} others")
+            file = f"{kind}/{maps[kind][name]}"
+            stored = tuple(self._opened(file).get_slice(name).get_shape())
             if stored != box.shape:
-                raise ValueError(f"{self.folder / file}: {box.name} is {stored}, the model needs {box.shape}")
+                raise ValueError(f"{self.folder / file}: {name} is {stored}, the model needs {box.shape}")
             with torch.no_grad():
-                target.copy_(self._box(file, box.name, box.offsets, box.sizes))
+                target.copy_(self._box(file, name, box.offsets, box.sizes))
 
     def _opened(self, file: str) -> Any:
         if file not in self._files:
@@ -175,6 +180,13 @@ def weight_map(folder: Path) -> Mapping[str, str]:
     return found
 
 
+def weights_fingerprint(folder: Path) -> str:
+    """sha256 over the names, sizes and contents (of large files samples) of a folder's safetensors."""
+    files = sorted(set(weight_map(folder).values()))
+    text = "".join(f"{name} {file_digest(folder / name)}\n" for name in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def head_digest(path: Path) -> str:
     """xxh3_64 of what comes before the values of a safetensors file; of any other file whole."""
     with path.open("rb") as file:
@@ -195,45 +207,16 @@ def _create_files(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     for kind in sorted({name.partition("/")[0] for name in shapes}):
         of_kind = {name.partition("/")[2]: shape for name, shape in shapes.items() if name.startswith(f"{kind}/")}
         (folder / kind).mkdir(parents=True)
-        files = _packed(of_kind)
+        specs = {name: Spec("F32", shape) for name, shape in of_kind.items()}
+        files = packed({name: spec.bytes for name, spec in specs.items()}, max_bytes=MAX_FILE_BYTES)
         for number, names in enumerate(files, start=1):
             file = f"{kind}/model-{number:05d}-of-{len(files):05d}.safetensors"
-            begins = _create_file(folder / file, {name: of_kind[name] for name in names})
+            begins = create_file(folder / file, {name: specs[name] for name in names})
             places |= {f"{kind}/{name}": (file, begin) for name, begin in begins.items()}
-        total = sum(prod(shape) for shape in of_kind.values()) * ITEM
         files_of = {name: Path(places[f"{kind}/{name}"][0]).name for name in of_kind}
-        index = {"metadata": {"total_size": total}, "weight_map": files_of}
-        (folder / kind / INDEX).write_text(json.dumps(index, indent=2))
+        write_index(folder / kind, files_of, total=sum(spec.bytes for spec in specs.values()))
         sync_folder(folder / kind)
     return places
-
-
-def _packed(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Names in order, a new file where the next tensor would make one larger than MAX_FILE_BYTES."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        if files[-1] and size + prod(shape) * ITEM > MAX_FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += prod(shape) * ITEM
-    return files
-
-
-def _create_file(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """A safetensors file without its values: length of the header, header, room. First byte of each tensor."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + prod(shape) * ITEM
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in shapes}
 
 
 def _write_item(item: WriteItem, tensor: Any, descriptor: int, *, file: str, begin: int) -> WriteResult:
@@ -243,16 +226,15 @@ def _write_item(item: WriteItem, tensor: Any, descriptor: int, *, file: str, beg
     first = begin + int(np.ravel_multi_index(offsets, shape)) * ITEM
     rows = [values] if values.shape[1:] == tuple(shape[1:]) or len(values) == 1 else values
     for number, row in enumerate(rows):
-        _write_at(descriptor, row.data.cast("B"), first + number * shape[-1] * ITEM)
+        write_at(descriptor, row.data.cast("B"), first + number * shape[-1] * ITEM)
     name = item.index.fqn.partition("/")[2]
     checksum = Checksum(file, name, offsets, tuple(values.shape), _digest(values))
     return WriteResult(item.index, values.nbytes, checksum)
 
 
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def digest_of(tensor: Tensor) -> str:
+    """As a Checksum has it."""
+    return _digest(tensor.numpy())
 
 
 def _digest(values: np.ndarray) -> str:

@@ -1,9 +1,9 @@
 """Causal self-attention with heads split over the tensor axis, and what the attention layers of a stage share.
 
 Multi-head, grouped-query (arXiv:2305.13245) and multi-query attention through torch's scaled_dot_product_attention
-(flash kernels where they exist), or `model.blocked_attention` on a CPU in fp32. Packed documents are masked apart. What
-depends on positions only (masks, cosines and sines) is an `AttentionContext`: made once for a micro-batch on a stage,
-not in each block.
+(flash kernels where they exist), or `model.blocked_attention` on a CPU in fp32. Packed documents are masked apart, and
+what lies before a sliding window (arXiv:2310.06825). What depends on positions only (masks, cosines and sines) is an
+`AttentionContext`: made once for a micro-batch on a stage, not in each block.
 
 Shapes: B micro-batch, S sequence, H hidden, N query heads, K key-value heads, D head size; per rank N/T and
 max(1, K/T) heads.
@@ -11,6 +11,7 @@ max(1, K/T) heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from conf.schema import ModelConfig
 from model.blocked_attention import QueryBlock, blocked_attention, plan_blocks
+from model.norm import RMSNorm
 from model.rotary import Rotary, rotate_and_split
 from model.tensor_parallel.linear import RowParallelLinear
 from model.tensor_parallel.qkv import QKVParallelLinear
@@ -30,36 +32,57 @@ from parallel.sizes import sizes
 
 
 @dataclass(frozen=True)
-class AttentionContext:
-    """What the blocks of a stage share for one micro-batch.
-
-    `blocks`: the plan of `model.blocked_attention`; None: scaled_dot_product_attention with `mask` [B, 1, S, S] added
-    to the scores (None: causal). `cos`, `sin` of Rotary (None: learned positions).
+class Visible:
+    """Which keys each query sees: `blocks`, the plan of `model.blocked_attention`; None: scaled_dot_product_attention
+    with `mask` [B or 1, 1, S, S] added to the scores (None: causal).
     """
 
     blocks: tuple[QueryBlock, ...] | None
     mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What the blocks of a stage share for one micro-batch: `visible` by sliding window, `cos` and `sin` of Rotary
+    (None: learned positions).
+    """
+
+    visible: Mapping[int | None, Visible]
     cos: Tensor | None
     sin: Tensor | None
+
+    def seen(self, window: int | None, length: int) -> Visible:
+        """For a block with this window (None: none) over so many tokens."""
+        return self.visible[None if window is None or window >= length else window]
 
 
 def attention_context(
     length: int,
     positions_BS: Tensor | None,
     *,
+    windows: Iterable[int | None],
     rotary: Rotary | None,
     blocked: bool,
     device: torch.device,
     dtype: torch.dtype,
 ) -> AttentionContext:
-    """The context of one micro-batch. `positions_BS` restart at 0 with each document; None: one document, from 0."""
+    """The context of one micro-batch. `positions_BS` restart at 0 with each document; None: one document, from 0.
+
+    `windows`: of all blocks of the model. Where one hides something, every block gets a mask.
+    """
     if positions_BS is not None and device.type == "cpu" and _one_document(positions_BS):
         positions_BS = None  # on an accelerator the question would make the host wait
     starts_BS = None if positions_BS is None else document_starts(positions_BS)
     cos, sin = (None, None) if rotary is None else rotary(length, positions_BS, device=device, dtype=dtype)
-    if blocked:
-        return AttentionContext(plan_blocks(length, starts_BS, dtype=dtype), None, cos, sin)
-    return AttentionContext(None, None if starts_BS is None else document_mask(starts_BS, dtype=dtype), cos, sin)
+    kinds = {None if window is None or window >= length else window for window in windows}
+    visible = {}
+    for window in kinds:
+        lowest = lowest_keys(length, starts_BS, window, always=kinds != {None}, device=device)
+        if blocked:
+            visible[window] = Visible(plan_blocks(length, lowest, dtype=dtype), None)
+        else:
+            visible[window] = Visible(None, None if lowest is None else key_mask(lowest, dtype=dtype))
+    return AttentionContext(visible, cos, sin)
 
 
 def _one_document(positions_BS: Tensor) -> bool:
@@ -73,11 +96,24 @@ def document_starts(positions_BS: Tensor) -> Tensor:
     return torch.where(positions_BS == 0, index_S, 0).cummax(1).values
 
 
-def document_mask(starts_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """[B, 1, S, S] of 0 where query i sees key j (start of i's document <= j <= i) and -inf elsewhere."""
-    index_S = torch.arange(starts_BS.shape[1], device=starts_BS.device)
-    hidden_BSS = (index_S < starts_BS[:, :, None]) | (index_S > index_S[:, None])
-    mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=starts_BS.device)
+def lowest_keys(
+    length: int, starts_BS: Tensor | None, window: int | None, *, always: bool, device: torch.device
+) -> Tensor | None:
+    """[B or 1, S] index of the first key that each query sees: of its document, and of its window's last `window` keys.
+
+    None: 0 for all, unless a tensor is wanted `always`.
+    """
+    if window is None:
+        return torch.zeros((1, length), dtype=torch.int64, device=device) if starts_BS is None and always else starts_BS
+    of_window_S = torch.arange(length, device=device).sub_(window - 1).clamp_(min=0)
+    return of_window_S[None] if starts_BS is None else torch.maximum(starts_BS, of_window_S)
+
+
+def key_mask(lowest_BS: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[B, 1, S, S] of 0 where query i sees key j (i's lowest key <= j <= i) and -inf elsewhere."""
+    index_S = torch.arange(lowest_BS.shape[1], device=lowest_BS.device)
+    hidden_BSS = (index_S < lowest_BS[:, :, None]) | (index_S > index_S[:, None])
+    mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=lowest_BS.device)
     return mask_BSS.masked_fill_(hidden_BSS, -torch.inf).unsqueeze(1)
 
 
@@ -85,6 +121,7 @@ class Attention(nn.Module):
     """Split: heads. Communication: that of a column-parallel QKV and a row-parallel output projection.
 
     hidden [B, S, H] (sequence parallel: [B, S/T, H]) -> [B, S, H].  softmax(q k^T / sqrt(D) + mask) v, then W_out.
+    Qwen3 norms q and k by head before rotation. `window`: keys that a query sees, its own included.
     `recompute_core`: selective recomputation (arXiv:2205.05198 section 5): what lies between the two matrix products is
     not kept but computed again in backward.
     """
@@ -99,9 +136,10 @@ class Attention(nn.Module):
         sequence_parallel: bool,
         recompute_core: bool,
         seed: int,
+        window: int | None = None,
     ) -> None:
         super().__init__()
-        shape = sizes(model)
+        shape, self.window = sizes(model), window
         self.streams, self.recompute_core = streams, recompute_core
         self.head_dim, self.dropout = shape.head_dim, model.attention_dropout
         self.query_heads = model.num_attention_heads // tensor.size
@@ -114,17 +152,23 @@ class Attention(nn.Module):
             name=name,
             tensor=tensor,
             sequence_parallel=sequence_parallel,
-            bias=shape.has_bias,
+            bias=shape.parts.qkv_bias,
             seed=seed,
             std=model.init_std,
         )
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if shape.parts.qk_norm:
+            # Each rank norms its own heads, as under sequence parallelism its own tokens: gradients are summed over it.
+            norm = partial(RMSNorm, shape.head_dim, epsilon=model.norm_epsilon, tensor=tensor, sequence_parallel=True)
+            self.query_norm, self.key_norm = norm(name=f"{name}.query_norm"), norm(name=f"{name}.key_norm")
         self.out = RowParallelLinear(
             model.num_attention_heads * shape.head_dim,
             model.hidden_size,
             name=f"{name}.out",
             tensor=tensor,
             sequence_parallel=sequence_parallel,
-            bias=shape.has_bias,
+            bias=shape.parts.out_bias,
             seed=seed,
             std=shape.residual_std,
         )
@@ -141,22 +185,26 @@ class Attention(nn.Module):
         batch, length, _ = qkv.shape
         heads = self.query_heads, self.key_value_heads
         qkv_BSND = qkv.view(batch, length, heads[0] + 2 * heads[1], self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k, v = qkv_BSND.split([heads[0], heads[1], heads[1]], dim=2)
+            qkv_BSND = torch.cat([self.query_norm(q), self.key_norm(k), v], dim=2)
         if context.cos is not None and context.sin is not None:
             q, k, v = rotate_and_split(
                 qkv_BSND, context.cos, context.sin, query_heads=heads[0], key_value_heads=heads[1]
             )
         else:
             q, k, v = qkv_BSND.transpose(1, 2).split([heads[0], heads[1], heads[1]], dim=1)
-        if context.blocks is not None:
-            out_BSND = blocked_attention(q.contiguous(), k.contiguous(), v.contiguous(), blocks=context.blocks)
+        seen = context.seen(self.window, length)
+        if seen.blocks is not None:
+            out_BSND = blocked_attention(q.contiguous(), k.contiguous(), v.contiguous(), blocks=seen.blocks)
             return out_BSND.view(batch, length, -1)
         out_BNSD = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=context.mask,
+            attn_mask=seen.mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=context.mask is None,
+            is_causal=seen.mask is None,
             enable_gqa=heads[0] != heads[1],
         )
         return out_BNSD.transpose(1, 2).reshape(batch, length, -1)

@@ -1,7 +1,8 @@
 """One pre-norm decoder block: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
 
-The families GPT-2 (LayerNorm, GELU, biases) and Llama (RMSNorm, rotary positions, SwiGLU) are this one block with other
-parts. Two all-reduces forward and two backward over the tensor axis, or as many reduce-scatters and all-gathers.
+With a parallel residual (GPT-J, GPT-NeoX): hidden + attention(norm(hidden)) + mlp(other norm(hidden)). All families are
+this one block with the parts of `parallel.architecture`. Two all-reduces forward and two backward over the tensor axis,
+or as many reduce-scatters and all-gathers.
 
 Shapes: B micro-batch, S sequence, H hidden, T tensor ranks.
 """
@@ -14,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import Family, ModelConfig
+from conf.schema import ModelConfig
 from model.attention import Attention, AttentionContext, attention_context
 from model.mlp import MLP
 from model.norm import LayerNorm, RMSNorm
 from model.rotary import Rotary
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import architecture, windows
 from parallel.groups import AxisGroup
 
 
@@ -41,8 +43,12 @@ class Block(nn.Module):
         sequence_parallel: bool,
         recompute_core: bool,
         seed: int,
+        layer: int = 0,
     ) -> None:
+        """`layer`: its place among the blocks, from 0, where they have different sliding windows."""
         super().__init__()
+        self.windows = windows(model)
+        self.parallel_residual = architecture(model).parallel_residual
         self.tensor, self.streams, self.rotary = tensor, streams, rotary
         self.sequence_parallel = sequence_parallel and tensor.size > 1
         self.dropout = model.hidden_dropout
@@ -57,6 +63,7 @@ class Block(nn.Module):
             sequence_parallel=sequence_parallel,
             recompute_core=recompute_core,
             seed=seed,
+            window=self.windows[layer],
         )
         self.mlp_norm = build_norm(model, name=f"{name}.mlp_norm", tensor=tensor, sequence_parallel=sequence_parallel)
         self.mlp = MLP(model, name=f"{name}.mlp", tensor=tensor, sequence_parallel=sequence_parallel, seed=seed)
@@ -65,8 +72,9 @@ class Block(nn.Module):
         hidden_BSH, positions_BS = x if isinstance(x, tuple) else (x, None)
         if context is None:
             context = self.context(hidden_BSH, positions_BS)
-        hidden_BSH = self._add(hidden_BSH, self.attention(self.attention_norm(hidden_BSH), context))
-        hidden_BSH = self._add(hidden_BSH, self.mlp(self.mlp_norm(hidden_BSH)))
+        added_BSH = self._add(hidden_BSH, self.attention(self.attention_norm(hidden_BSH), context))
+        read_BSH = hidden_BSH if self.parallel_residual else added_BSH
+        hidden_BSH = self._add(added_BSH, self.mlp(self.mlp_norm(read_BSH)))
         return (hidden_BSH, positions_BS) if isinstance(x, tuple) else hidden_BSH
 
     def context(self, hidden_BSH: Tensor, positions_BS: Tensor | None) -> AttentionContext:
@@ -75,7 +83,9 @@ class Block(nn.Module):
         device, dtype = hidden_BSH.device, hidden_BSH.dtype
         dropout = self.training and self.attention.dropout > 0
         blocked = device.type == "cpu" and dtype in (torch.float32, torch.float64) and not dropout
-        return attention_context(length, positions_BS, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype)
+        return attention_context(
+            length, positions_BS, windows=self.windows, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype
+        )
 
     def _add(self, hidden_BSH: Tensor, branch_BSH: Tensor) -> Tensor:
         branch_BSH = hidden_dropout(
@@ -86,7 +96,7 @@ class Block(nn.Module):
 
 def build_norm(model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool) -> LayerNorm | RMSNorm:
     """The family's norm."""
-    kind = LayerNorm if model.family == Family.gpt2 else RMSNorm
+    kind = LayerNorm if architecture(model).layer_norm else RMSNorm
     return kind(
         model.hidden_size,
         epsilon=model.norm_epsilon,

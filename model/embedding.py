@@ -18,8 +18,8 @@ from model.tensor_parallel.init import normal_parameter
 from model.tensor_parallel.linear import ColumnParallelLinear
 from model.tensor_parallel.parameter import describe
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import architecture
 from parallel.groups import AxisGroup
-from parallel.sizes import sizes
 
 
 class PositionEmbedding(nn.Module):
@@ -64,7 +64,7 @@ class Embedding(nn.Module):
             seed=seed,
         )
         self.position_embeddings: PositionEmbedding | None = None
-        if not sizes(model).rotary:
+        if not architecture(model).rotary:
             self.position_embeddings = PositionEmbedding(
                 model.max_position_embeddings,
                 model.hidden_size,

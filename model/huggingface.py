@@ -1,174 +1,92 @@
-"""Weights to and from transformers' GPT2LMHeadModel and LlamaForCausalLM, as whole tensors.
+"""Weights to and from transformers' causal language models, as whole tensors.
 
-Works on canonical tensors (see `model.tensor_parallel.parameter`), so it knows nothing of plans. GPT-2 keeps its
-matrices transposed (Conv1D) and query, key, value in one; Llama's names map one to one. Not here: reading or writing
-files.
+Works on canonical tensors (see `model.tensor_parallel.parameter`), so it knows nothing of plans; what is called what
+stands in `model.huggingface_names`. Not here: reading or writing files (`engine`), config.json (`conf.huggingface`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Family, ModelConfig
+from conf.schema import ModelConfig
+from model.huggingface_names import Stored, head_name, stored_tensors
+from model.layers import Transformer, build_layer_specs
+from model.placement import boxes
 from model.tensor_parallel.parameter import from_canonical, slice_for_rank
-from parallel.groups import AxisGroup
-from parallel.sizes import sizes
-
-_LLAMA_BLOCK = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.query.weight": "self_attn.q_proj.weight",
-    "attention.key.weight": "self_attn.k_proj.weight",
-    "attention.value.weight": "self_attn.v_proj.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.gate.weight": "mlp.gate_proj.weight",
-    "mlp.up.weight": "mlp.up_proj.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
-_LLAMA_ENDS = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "final_norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_GPT2_BLOCK = {
-    "attention_norm": "ln_1",
-    "attention.out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_GPT2_ENDS = {
-    "embedding.word_embeddings.weight": "transformer.wte.weight",
-    "embedding.position_embeddings.weight": "transformer.wpe.weight",
-    "final_norm.weight": "transformer.ln_f.weight",
-    "final_norm.bias": "transformer.ln_f.bias",
-    "head.weight": "lm_head.weight",
-}
-_QKV = ("attention.query", "attention.key", "attention.value")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a canonical tensor lies in a transformers state dict: part `part` of `parts` equal ones along the rows of
-    `name`, which is kept transposed ([inputs, outputs]) where `transposed`.
-    """
-
-    name: str
-    transposed: bool = False
-    part: int = 0
-    parts: int = 1
-
-
-def stored_tensors(model: ModelConfig) -> dict[str, Stored]:
-    """Canonical name -> its place, for every tensor of the model; a tied head has none of its own."""
-    llama = model.family == Family.llama
-    places = {ours: Stored(theirs) for ours, theirs in (_LLAMA_ENDS if llama else _GPT2_ENDS).items()}
-    if model.tie_word_embeddings:
-        del places["head.weight"]
-    for index in range(model.num_layers):
-        if llama:
-            places |= {f"blocks.{index}.{a}": Stored(f"model.layers.{index}.{b}") for a, b in _LLAMA_BLOCK.items()}
-            continue
-        for leaf in ("weight", "bias"):
-            for ours, theirs in _GPT2_BLOCK.items():
-                name = f"transformer.h.{index}.{theirs}.{leaf}"
-                places[f"blocks.{index}.{ours}.{leaf}"] = Stored(name, _is_conv1d(name))
-            for part, ours in enumerate(_QKV):
-                name = f"transformer.h.{index}.attn.c_attn.{leaf}"
-                places[f"blocks.{index}.{ours}.{leaf}"] = Stored(name, _is_conv1d(name), part, len(_QKV))
-    return places
-
-
-def _is_conv1d(name: str) -> bool:
-    """GPT-2's Conv1D keeps [inputs, outputs]."""
-    return ".c_" in name and name.endswith(".weight")
-
-
-def huggingface_config(model: ModelConfig) -> dict[str, Any]:
-    """The content of config.json with which transformers builds this model."""
-    derived = sizes(model)
-    shared = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.tie_word_embeddings, "dtype": "float32"}
-    if model.family == Family.gpt2:
-        return shared | {
-            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": model.max_position_embeddings,
-            "n_embd": model.hidden_size, "n_layer": model.num_layers, "n_head": model.num_attention_heads,
-            "n_inner": derived.ffn_hidden_size, "activation_function": "gelu_new",
-            "layer_norm_epsilon": model.norm_epsilon,
-            "embd_pdrop": model.hidden_dropout, "resid_pdrop": model.hidden_dropout,
-            "attn_pdrop": model.attention_dropout, "bos_token_id": None, "eos_token_id": None,
-        }  # fmt: skip
-    return shared | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": derived.num_key_value_heads, "head_dim": derived.head_dim,
-        "intermediate_size": derived.ffn_hidden_size,
-        "max_position_embeddings": model.max_position_embeddings, "rms_norm_eps": model.norm_epsilon,
-        "attention_bias": False, "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", **(model.rope_scaling or {}), "rope_theta": model.rope_theta},
-        "attention_dropout": model.attention_dropout, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-
-
-# What config.json says without changing what a forward pass computes.
-_ASIDE = (
-    *("architectures", "dtype", "bos_token_id", "eos_token_id"),
-    *("attention_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop"),
-)
-_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # older transformers saved these too
-
-
-def differences_from(names: Iterable[str], config: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Why a folder of weights with these tensor names and this config.json (may be empty) is not this model."""
-    differences = []
-    for key, ours in huggingface_config(model).items():
-        theirs = config.get(key)
-        if key == "rope_parameters" and theirs is None and "rope_theta" in config:  # transformers before 5
-            key, ours, theirs = "rope_theta", model.rope_theta, config["rope_theta"]
-        if key not in _ASIDE and theirs is not None and theirs != ours:
-            differences.append(f"{key} is {theirs} there and {ours} here")
-    names = {name for name in names if not name.endswith(_BUFFERS)}
-    wanted = {place.name for place in stored_tensors(model).values()}
-    if missing := sorted(wanted - names):
-        differences.append(f"it has no tensor {missing[0]}" + _and_more(missing))
-    if extra := sorted(names - wanted - ({"lm_head.weight"} if model.tie_word_embeddings else set())):
-        differences.append(f"this model has no tensor {extra[0]}" + _and_more(extra))
-    return differences
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+from model.tensor_parallel.random import RandomStreams
+from parallel.groups import SINGLE, AxisGroup
 
 
 def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Canonical whole tensors -> a transformers state dict, `lm_head.weight` included when tied.
+    """Canonical whole tensors -> a transformers state dict, the head's weight included when tied.
 
     Raises ValueError naming a tensor that is missing.
     """
+    state = to_stored(canonical, stored_tensors(model))
+    if model.tie_word_embeddings:
+        state[head_name(model)] = _take(canonical, "embedding.word_embeddings.weight")
+    return state
+
+
+def to_stored(canonical: Mapping[str, Tensor], places: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """Canonical whole tensors -> those that `places` (canonical name -> its place) makes of them."""
     pieces: dict[Stored, list[Tensor]] = {}
-    for ours, place in stored_tensors(model).items():
+    for ours, place in places.items():
         pieces.setdefault(replace(place, part=0), []).append(_take(canonical, ours))
     state = {}
     for place, parts in pieces.items():
-        tensor = parts[0] if place.parts == 1 else torch.cat(parts)
+        tensor = _joined(parts, place.turn)
         state[place.name] = tensor.t().contiguous() if place.transposed else tensor
-    if model.tie_word_embeddings:
-        state["lm_head.weight"] = _take(canonical, "embedding.word_embeddings.weight")
     return state
 
 
 def from_huggingface_state(state: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """A transformers state dict -> canonical whole tensors. Raises ValueError naming a tensor that is missing."""
+    return from_stored(state, stored_tensors(model))
+
+
+def from_stored(state: Mapping[str, Tensor], places: Mapping[str, Stored]) -> dict[str, Tensor]:
+    """The inverse of `to_stored`."""
     canonical = {}
-    for ours, place in stored_tensors(model).items():
+    for ours, place in places.items():
         tensor = _take(state, place.name)
-        rows = tensor.t() if place.transposed else tensor
-        canonical[ours] = rows.chunk(place.parts)[place.part].contiguous()
+        canonical[ours] = _part(tensor.t() if place.transposed else tensor, place).contiguous()
     return canonical
+
+
+def whole_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of each tensor of the transformers state dict, the head of its own included; nothing is allocated."""
+    streams = RandomStreams(tensor_rank=0)
+    specs = build_layer_specs(
+        model, tensor=SINGLE, streams=streams, padded_vocab_size=model.vocab_size, sequence_parallel=False,
+        recompute="none", mask_documents=False, seed=0,
+    )  # fmt: skip
+    places, shapes = stored_tensors(model), {}
+    with torch.device("meta"):
+        parameters = list(Transformer(specs, streams=streams).parameters())
+    for parameter in parameters:
+        for box in boxes(parameter.info, places, tensor_rank=0):  # type: ignore[attr-defined]
+            shapes[box.name] = box.shape
+    return shapes
+
+
+def _joined(parts: list[Tensor], turn: int) -> Tensor:
+    """Parts one below the other, or taking turns every `turn` rows."""
+    if len(parts) == 1:
+        return parts[0]
+    if not turn:
+        return torch.cat(parts)
+    return torch.stack([part.unflatten(0, (-1, turn)) for part in parts], 1).flatten(0, 2)
+
+
+def _part(rows: Tensor, place: Stored) -> Tensor:
+    if not place.turn:
+        return rows.chunk(place.parts)[place.part]
+    return rows.unflatten(0, (-1, place.parts, place.turn))[:, place.part].flatten(0, 1)
 
 
 def _take(tensors: Mapping[str, Tensor], name: str) -> Tensor:

@@ -71,8 +71,11 @@ def build_layer_specs(
     """
     shape = sizes(model)
     rotary = None
-    if shape.rotary:
-        rotary = Rotary(shape.head_dim, theta=model.rope_theta, scaling=model.rope_scaling)
+    if shape.parts.rotary:
+        rotary = Rotary(
+            shape.rotary_dim, theta=model.rope_theta, scaling=model.rope_scaling,
+            max_positions=model.max_position_embeddings,
+        )  # fmt: skip
     ends: dict[str, Any] = dict(
         padded_vocab_size=padded_vocab_size, tensor=tensor, sequence_parallel=sequence_parallel, seed=seed
     )
@@ -93,6 +96,7 @@ def build_layer_specs(
                 sequence_parallel=sequence_parallel,
                 recompute_core=recompute == "selective",
                 seed=seed,
+                layer=index,
             ),
         )
         for index in range(model.num_layers)

@@ -1,39 +1,50 @@
-"""The two feed-forward layers: GELU (GPT-2) and SwiGLU (Llama, arXiv:2002.05202), split over the tensor axis.
+"""The two feed-forward layers: plain (GELU and others) and SwiGLU (arXiv:2002.05202), split over the tensor axis.
 
 Shapes: B micro-batch, S sequence, H hidden, F feed-forward width, T tensor ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from conf.schema import ModelConfig
+from conf.schema import Activation, ModelConfig
 from model.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.groups import AxisGroup
 from parallel.sizes import sizes
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    Activation.gelu: F.gelu,
+    Activation.relu: F.relu,
+    Activation.silu: F.silu,
+}
 
 
 class MLP(nn.Module):
     """Split: the feed-forward width. Communication: that of a column- and a row-parallel linear layer.
 
     hidden [B, S, H] (sequence parallel: [B, S/T, H]) -> [B, S, H].
-    GELU: W_down gelu(W_up x), tanh approximation. SwiGLU: W_down (silu(W_gate x) * W_up x), gate and up one matrix
-    product whose rank's rows are [gate_t; up_t], so that matching features meet on one rank.
+    Plain: W_down act(W_up x), act one of `ACTIVATIONS`. SwiGLU: W_down (silu(W_gate x) * W_up x), gate and up one
+    matrix product whose rank's rows are [gate_t; up_t], so that matching features meet on one rank.
     """
 
     def __init__(self, model: ModelConfig, *, name: str, tensor: AxisGroup, sequence_parallel: bool, seed: int) -> None:
         super().__init__()
         shape = sizes(model)
-        self.gated, width = shape.gated, shape.ffn_hidden_size
+        self.gated, width = shape.parts.gated, shape.ffn_hidden_size
+        self.activation = ACTIVATIONS[shape.parts.activation]
         self.up = ColumnParallelLinear(
             model.hidden_size,
             2 * width if self.gated else width,
             name=f"{name}.gate_up" if self.gated else f"{name}.up",
             tensor=tensor,
             sequence_parallel=sequence_parallel,
-            bias=shape.has_bias,
+            bias=shape.parts.mlp_bias,
             seed=seed,
             std=model.init_std,
             sections=(("gate", width), ("up", width)) if self.gated else (),
@@ -44,14 +55,14 @@ class MLP(nn.Module):
             name=f"{name}.down",
             tensor=tensor,
             sequence_parallel=sequence_parallel,
-            bias=shape.has_bias,
+            bias=shape.parts.mlp_bias,
             seed=seed,
             std=shape.residual_std,
         )
 
     def forward(self, hidden_BSH: Tensor) -> Tensor:
         up = self.up(hidden_BSH)
-        return self.down(swiglu(up) if self.gated else F.gelu(up, approximate="tanh"))
+        return self.down(swiglu(up) if self.gated else self.activation(up))
 
 
 class _SwiGLU(torch.autograd.Function):

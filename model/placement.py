@@ -1,9 +1,10 @@
 """Where a rank's values lie in the stored model: boxes of whole tensors, the same under every plan.
 
-The stored form is transformers' state dict (`model.huggingface.stored_tensors`): names, transposed Conv1D, GPT-2's
-fused c_attn, no vocabulary padding, no second copy of a tied or replicated tensor. A rank holds a contiguous run of a
-local parameter's values: all of them, or the part that ZeRO gave it. A run is at most three boxes of rows, and each
-section of a fused parameter (query, key, value; gate, up) is a tensor of its own. Pure arithmetic: nothing is moved.
+The stored form is transformers' state dict (`model.huggingface_names.stored_tensors`): names, transposed Conv1D, fused
+query, key and value, no vocabulary padding, no second copy of a tied or replicated tensor. A rank holds a contiguous
+run of a local parameter's values: all of them, or the part that ZeRO gave it. A run is at most three boxes of rows;
+each section of a fused parameter (query, key, value; gate, up) is a tensor of its own, and what takes turns in the
+stored tensor (GPT-NeoX's heads) is a box a turn. Pure arithmetic: nothing is moved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from math import prod
 
 from torch import Tensor
 
-from model.huggingface import Stored
+from model.huggingface_names import Stored
 from model.tensor_parallel.parameter import ParameterInfo, Section
 
 
@@ -82,7 +83,7 @@ def _in_sections(
         local_start += held
         if top < bottom:
             column = columns.start + (part * info.local_shape[1] if info.shard_dim == 1 else 0)
-            yield _box(
+            yield from _stored_boxes(
                 places[section.name],
                 shape=(whole, *info.global_shape[1:]),
                 offsets=(row, column)[: len(info.global_shape)],
@@ -91,10 +92,22 @@ def _in_sections(
             )
 
 
-def _box(place: Stored, *, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], first: int) -> Box:
-    """The same box in the stored tensor's own coordinates."""
-    offsets = (offsets[0] + place.part * shape[0], *offsets[1:])
-    shape = (place.parts * shape[0], *shape[1:])
+def _stored_boxes(
+    place: Stored, *, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], first: int
+) -> Iterator[Box]:
+    """The same rows in the stored tensor's own coordinates."""
+    turn = place.turn or shape[0]
+    stored = (place.parts * shape[0], *shape[1:])
+    row, stop = offsets[0], offsets[0] + sizes[0]
+    while row < stop:
+        turns, within = divmod(row, turn)
+        held = min(stop - row, turn - within)
+        at = ((turns * place.parts + place.part) * turn + within, *offsets[1:])
+        yield _box(place, stored, at, (held, *sizes[1:]), first + (row - offsets[0]) * prod(sizes[1:]))
+        row += held
+
+
+def _box(place: Stored, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], first: int) -> Box:
     if place.transposed:
         shape, offsets, sizes = shape[::-1], offsets[::-1], sizes[::-1]
     return Box(place.name, shape, offsets, sizes, place.transposed, first)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conf.schema import Config, DType
+from conf.schema import Activation, Config, DType
+from parallel.architecture import windows
 from parallel.sizes import sizes
 
 FP32, INT64, BOOL = 4, 8, 1
@@ -43,7 +44,7 @@ class MicroBatch:
     block: Kinds
     hidden: float  # one tensor [B, S, H] (sequence parallel: [B, S/T, H])
     embedding: float
-    mask: float  # [B, 1, S, S] of packed documents
+    mask: float  # [B, 1, S, S] of packed documents and sliding windows
     rotary: float  # cosines and sines at given positions
     final_norm: float
     head: float
@@ -94,6 +95,11 @@ class Setting:
         return self.tokens / self.shards
 
     @property
+    def composite_norm(self) -> bool:
+        """Whether RMSNorm is torch's composite of pointwise functions."""
+        return self.cpu and self.element != FP32
+
+    @property
     def mask_element(self) -> int:
         """Of a dropout mask: CUDA's fused kernel keeps a byte a value, the CPU's a factor."""
         return self.element if self.cpu else BOOL
@@ -126,14 +132,14 @@ def micro_batch(config: Config, *, padded_vocab_size: int, device: str, fused_at
         block=_block(config, s, norm, 2 * masks, fused_attention),
         hidden=hidden,
         embedding=_ids_bytes(config, s) + masks,
-        mask=_mask_bytes(config, s) if config.data.mask_documents else 0.0,
-        rotary=s.tokens * z.head_dim * s.element if config.data.mask_documents and z.rotary else 0.0,
+        mask=_masks_bytes(config, s),
+        rotary=s.tokens * z.rotary_dim * s.element if config.data.mask_documents else 0.0,
         final_norm=norm,
         head=hidden,
         loss=loss,
         logits=vocabulary * copies,
         gradients=_gradients_bytes(config, s),
-        tables=s.length * z.head_dim * s.element if z.rotary else 0.0,
+        tables=s.length * z.rotary_dim * s.element,
         recompute_interval=config.parallel.recompute_interval if config.parallel.recompute.value == "full" else 0,
     )
 
@@ -147,11 +153,14 @@ def hidden_bytes(config: Config, *, device: str) -> float:
 def norm_bytes(config: Config, *, device: str) -> float:
     """What a norm keeps: its input and one or two numbers a token, in fp32 (LayerNorm on a CPU: the input's type)."""
     s, hidden = setting(config, device=device), config.model.hidden_size
-    if sizes(config.model).norm_vectors == 2:  # LayerNorm: mean and 1 / std
+    if sizes(config.model).parts.layer_norm:  # mean and 1 / std
         return s.hidden_tokens * (hidden * s.element + 2 * (s.element if s.cpu else FP32))
-    if s.element == FP32 or not s.cpu:
-        return s.hidden_tokens * (hidden * s.element + FP32)
-    return s.hidden_tokens * (2 * hidden * FP32 + FP32)  # torch's composite: the input and its normed values in fp32
+    return s.hidden_tokens * _rms_norm_bytes(hidden, s)
+
+
+def _rms_norm_bytes(width: int, s: Setting) -> int:
+    """Of one row: the input and a number; torch's composite on a CPU in 16 bit: input and normed values in fp32."""
+    return 2 * width * FP32 + FP32 if s.composite_norm else width * s.element + FP32
 
 
 def block_bytes(config: Config, *, device: str) -> float:
@@ -169,11 +178,13 @@ def _block(config: Config, s: Setting, norm: float, dropout: float, fused_attent
     model, z = config.model, sizes(config.model)
     hidden = s.hidden_tokens * model.hidden_size * s.element
     width = z.ffn_hidden_size / s.tp
-    activation = width * (2 if z.gated else 1)  # SwiGLU keeps gate and up
+    activation = width * (2 if z.parts.gated else 1)  # SwiGLU keeps gate and up
+    if z.parts.activation is Activation.relu:
+        activation = 0  # its output says where it was cut off, and the down projection keeps that
     return Kinds(
         attention=hidden + _attention_bytes(config, s, fused_attention),  # hidden: the input of QKV
         mlp=hidden + s.tokens * (activation + width) * s.element,
-        norms=2 * norm,
+        norms=2 * norm - (hidden if z.parts.parallel_residual else 0),  # then both norms keep the block's input
         dropout=dropout,
     )
 
@@ -193,9 +204,9 @@ def _attention_bytes(config: Config, s: Setting, fused: bool) -> float:
     if not fused:  # arXiv:2205.05198: softmax's output, its dropout mask, and what the product with v takes
         return kept + scores * (2 * s.element + BOOL if model.attention_dropout else s.element)
     if s.cpu and model.attention_dropout:
-        return _composite_attention_bytes(config, s)
-    kept += s.tokens * heads * FP32  # log-sum-exp
-    if z.rotary and _output_lies_as_query(config, s):
+        return _head_norms_bytes(config, s) + _composite_attention_bytes(config, s)
+    kept += _head_norms_bytes(config, s) + s.tokens * heads * FP32  # log-sum-exp
+    if z.parts.rotary and heads > 1 and _output_lies_as_query(config, s):
         kept += query  # heads first, as rotation leaves the query; the copy with tokens first is kept too
     return kept
 
@@ -205,7 +216,25 @@ def _output_lies_as_query(config: Config, s: Setting) -> bool:
     which CUDA takes under a mask unless key-value heads are shared, has tokens first; so has our own on a CPU."""
     if s.cpu:
         return s.element != FP32
-    return not config.data.mask_documents or sizes(config.model).num_key_value_heads < config.model.num_attention_heads
+    masked = config.data.mask_documents or any(_windows(config, s))
+    return not masked or sizes(config.model).num_key_value_heads < config.model.num_attention_heads
+
+
+def _windows(config: Config, s: Setting) -> set[int | None]:
+    """The different sliding windows of the model's blocks that hide something."""
+    return {None} if config.model.sliding_window is None else set(windows(config.model, s.length))
+
+
+def _head_norms_bytes(config: Config, s: Setting) -> float:
+    """Of queries and keys before rotation; the norms' input is a part of QKV's output, which is kept whole."""
+    model, z = config.model, sizes(config.model)
+    if not z.parts.qk_norm:
+        return 0.0
+    heads, key_value = model.num_attention_heads / s.tp, max(1, z.num_key_value_heads // s.tp)
+    rows = s.tokens * (heads + key_value)
+    if s.composite_norm:
+        return rows * _rms_norm_bytes(z.head_dim, s)
+    return rows * FP32 + s.tokens * (heads + 2 * key_value) * z.head_dim * s.element
 
 
 def _composite_attention_bytes(config: Config, s: Setting) -> float:
@@ -215,30 +244,42 @@ def _composite_attention_bytes(config: Config, s: Setting) -> float:
     """
     z, heads = sizes(config.model), config.model.num_attention_heads / s.tp
     one = s.tokens * heads * z.head_dim
-    values = 3 * one if s.element == FP32 and not z.rotary and s.tokens == s.length else one  # a view keeps all of QKV
+    values = (
+        3 * one if s.element == FP32 and not z.parts.rotary and s.tokens == s.length else one
+    )  # a view keeps all of QKV
     return (2 * one + values) * FP32 + 3 * s.tokens * s.length * heads * FP32 + one * s.element
 
 
 def _ids_bytes(config: Config, s: Setting) -> float:
     """Token ids, on a split vocabulary also a flag each; the places in a learned table of positions."""
     kept = s.tokens * (INT64 + (BOOL if s.tp > 1 else 0))
-    if sizes(config.model).rotary:
+    if sizes(config.model).parts.rotary:
         return kept
     return kept + (s.tokens if config.data.mask_documents else s.length) * INT64
 
 
-def _mask_bytes(config: Config, s: Setting) -> float:
-    """What keeps packed documents apart, [B, 1, S, S], one a stage; the CPU's own attention keeps half, at most."""
+def _masks_bytes(config: Config, s: Setting) -> float:
+    """What hides other documents and what lies before a sliding window, on each stage: one for each kind of window."""
+    kinds = _windows(config, s)
+    if not config.data.mask_documents and kinds == {None}:
+        return 0.0
+    return sum(_mask_bytes(config, s, window) for window in kinds)
+
+
+def _mask_bytes(config: Config, s: Setting, window: int | None) -> float:
+    """[B, 1, S, S], of windows alone [1, 1, S, S]; the CPU's own attention keeps half, at most."""
     if s.cpu and config.model.attention_dropout and config.parallel.recompute.value == "none":
         return 0.0  # the composite adds it and lets go of it
+    samples = s.tokens // s.length if config.data.mask_documents else 1
     if not s.cpu or s.element != FP32 or config.model.attention_dropout:
-        return s.tokens * s.length * s.element
-    rows, left = divmod(s.length, QUERIES_PER_BLOCK)
-    return s.tokens // s.length * FP32 * (QUERIES_PER_BLOCK**2 * rows * (rows + 1) // 2 + left * s.length)
+        return samples * s.length**2 * s.element
+    blocks = ((first, min(first + QUERIES_PER_BLOCK, s.length)) for first in range(0, s.length, QUERIES_PER_BLOCK))
+    seen = s.length if window is None else window
+    return samples * FP32 * sum((last - first) * min(last, last - first + seen - 1) for first, last in blocks)
 
 
 def _gradients_bytes(config: Config, s: Setting) -> float:
     """Those around the feed-forward, the widest part."""
     z = sizes(config.model)
-    width = z.ffn_hidden_size / s.tp * (3 if z.gated else 2)
+    width = z.ffn_hidden_size / s.tp * (3 if z.parts.gated else 2)
     return s.element * (s.tokens * width + 3 * s.hidden_tokens * config.model.hidden_size)

@@ -63,10 +63,12 @@ def of_block(config: Config, plan: ParallelPlan) -> list[Collective]:
         add("norm weights", "backward", "all_reduce", weight, 2 * s.norm_vectors)
     else:
         add("blocks", "backward", "all_reduce", hidden, hides=True)
+    if s.parts.qk_norm:  # each rank norms its own heads
+        add("query and key norms", "backward", "all_reduce", weight // model.hidden_size * s.head_dim)
     if s.num_key_value_heads < tp:  # ranks with a copy of a key-value head sum its gradient (model.tensor_parallel.qkv)
         vectors = 2 * s.num_key_value_heads * s.head_dim
         add("copied key-value weights", "backward", "all_reduce", vectors * weight, 1)
-        if s.has_bias:
+        if s.parts.qkv_bias:
             add("copied key-value biases", "backward", "all_reduce", vectors * weight // model.hidden_size, 1)
     return calls
 

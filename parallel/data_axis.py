@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from conf.schema import Config
 from parallel.collective import Collective
-from parallel.memory import LIVE_PARAMETERS, stage_parameters, stage_tensors
+from parallel.memory import LIVE_PARAMETERS
 from parallel.plan import ParallelPlan
 from parallel.software import Software
+from parallel.stage_values import trained_parameters, trained_tensors
 from parallel.states import StateBytes, Tensors, padded_groups, split_each, uses_bf16_optimizer
 
 ALL_REDUCE_VALUES = 500_000_000  # that BF16_Optimizer sums in one call (MEMORY_OPT_ALLREDUCE_SIZE)
@@ -29,7 +30,7 @@ def of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int, software: S
         return []
     if plan.zero_stage == 3:
         return _zero3(config, plan, pp_rank, software)
-    parameters = stage_parameters(config, plan, pp_rank)
+    parameters = trained_parameters(config, plan, pp_rank)
     operation = "reduce_scatter" if software.reduce_scatters else "all_reduce"
     number_of_bytes = parameters * StateBytes.of(config.precision.dtype)
     return [_call(plan, "gradients", "backward", operation, number_of_bytes, _buckets(config, parameters))]
@@ -54,7 +55,7 @@ def of_step(config: Config, plan: ParallelPlan, pp_rank: int, software: Software
 
 def _sums(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> tuple[int, int]:
     """(bytes, calls) in which ZeRO 0 and 1 sum gradients."""
-    tensors, precision = stage_tensors(config, plan, pp_rank), config.precision
+    tensors, precision = trained_tensors(config, plan, pp_rank), config.precision
     dtype, accumulated = StateBytes.of(precision.dtype), StateBytes.of(precision.grad_accum_dtype)
     if not software.as_deepspeed:  # sums are sent in fp32 where they are kept so and whole
         whole = plan.zero_stage == 0 or uses_bf16_optimizer(config)
@@ -69,7 +70,7 @@ def _sums(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) 
 
 def _stepped(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[tuple[int, int]]:
     """(bytes, calls) in which weights are gathered after the step."""
-    element, tensors = StateBytes.of(config.precision.dtype), stage_tensors(config, plan, pp_rank)
+    element, tensors = StateBytes.of(config.precision.dtype), trained_tensors(config, plan, pp_rank)
     if not software.as_deepspeed:
         return [(tensors.total * element, _buckets(config, tensors.total))] if plan.zero_stage else []
     if plan.zero_stage == 0 and not uses_bf16_optimizer(config):
@@ -87,7 +88,7 @@ def _padded_groups(config: Config, plan: ParallelPlan, tensors: Tensors) -> list
 
 def _zero3(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
     """DeepSpeed gathers ahead, a bucket at a time, as far as it may hold weights; those it holds at the turn stay."""
-    dp, tensors = plan.data_parallel_size, stage_tensors(config, plan, pp_rank)
+    dp, tensors = plan.data_parallel_size, trained_tensors(config, plan, pp_rank)
     element = StateBytes.of(config.precision.dtype)
     if software.as_deepspeed:
         values = split_each(tensors, dp=dp) * dp

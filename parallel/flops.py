@@ -2,31 +2,40 @@
 
 Convention, the same everywhere: a multiply-add is two FLOPs; only matrix products count; backward costs twice forward.
 Attention scores count whole (S keys for each of S queries), as in Megatron-LM (arXiv:2104.04473 appendix,
-arXiv:2204.02311 appendix B); `causal=True` counts the half that a causal mask leaves. The embedding look-up is free,
-the head counts the real vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware
+arXiv:2204.02311 appendix B); `causal=True` counts the half that a causal mask leaves. Under a sliding window both count
+the scores that it leaves: twice those of the causal band, or the band. The embedding look-up is free, the head counts
+the real vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware
 does, recomputation included.
 """
 
 from __future__ import annotations
 
 from conf.schema import ModelConfig
+from parallel.architecture import windows
 from parallel.sizes import sizes
 
 
 def block_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: bool = False) -> int:
-    """Forward FLOPs of one block for one token of a sequence that long."""
+    """Forward FLOPs of one block for one token of a sequence that long; the mean of blocks whose windows differ."""
     s, hidden = sizes(model), model.hidden_size
     query = model.num_attention_heads * s.head_dim
     key_value = s.num_key_value_heads * s.head_dim
     projections = 2 * hidden * (2 * query + 2 * key_value)
     core = attention_core_flops_per_token(model, sequence_length, causal=causal)
-    mlp = 2 * hidden * s.ffn_hidden_size * (3 if s.gated else 2)
+    mlp = 2 * hidden * s.ffn_hidden_size * (3 if s.parts.gated else 2)
     return projections + core + mlp
 
 
 def attention_core_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: bool = False) -> int:
-    """Forward FLOPs of scores and weighted values for one token: 2 x 2 S N D, halved with causal."""
+    """Forward FLOPs of scores and weighted values for one token, the mean of blocks: 2 x 2 S N D, halved with causal.
+
+    A window of W keys leaves S W - W (W - 1) / 2 scores of a sequence, for large S and W the share W (2 S - W) / S^2.
+    """
     whole = 4 * sequence_length * model.num_attention_heads * sizes(model).head_dim
+    if model.sliding_window is not None:
+        seen = windows(model, sequence_length)
+        share = sum(1.0 if w is None else w * (2 * sequence_length - w) / sequence_length**2 for w in seen) / len(seen)
+        whole = round(whole * share)
     return whole // 2 if causal else whole
 
 

@@ -90,7 +90,7 @@ def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     hidden, ffn = model.hidden_size, s.ffn_hidden_size / tp
     query = model.num_attention_heads * s.head_dim / tp
     key_value = max(1, s.num_key_value_heads / tp) * s.head_dim
-    ups = 2 if s.gated else 1
+    ups = 2 if s.parts.gated else 1
     products = (
         (hidden, query + 2 * key_value),
         (query, hidden),
@@ -100,8 +100,10 @@ def block_pass(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     matrices = sum(rates.matrix_s(tokens, k, n, element=element) for k, n in products)
     core, core_backward = _attention(config, plan, rates, software)
     shards = tp if plan.sequence_parallel else 1
-    # Two norms (read, write), two residual sums (read, read, write); the activation; rotation or bias of q, k, v.
-    moved = element * tokens * (10 * hidden / shards + (ups + 1) * ffn + 2 * (query + 2 * key_value))
+    # Two norms (read, write), two residual sums (read, read, write); the activation; rotation or bias of q, k, v, and
+    # where heads are normed two passes more.
+    heads = (query + 2 * key_value) * (4 if s.parts.qk_norm else 2)
+    moved = element * tokens * (10 * hidden / shards + (ups + 1) * ffn + heads)
     pointwise = rates.pointwise_s(moved, kernels=8)
     forward = matrices + core + pointwise
     again = {"none": 0.0, "selective": core, "full": forward}[plan.recompute]

@@ -10,15 +10,14 @@ and a share lost between the allocator's blocks. Not here: what would make a pla
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 from conf.schema import Config, DType
 from parallel.activations import INT64, Kinds, MicroBatch, micro_batch
+from parallel.adapters import block_adapters
 from parallel.hardware import device_kind
-from parallel.instructions import rank_of
 from parallel.ledger import Ledger
 from parallel.plan import ParallelPlan
+from parallel.stage_values import Half, halves_of
 from parallel.states import (
     FP32,
     StateBytes,
@@ -88,49 +87,6 @@ def worst(ledgers: Sequence[Ledger]) -> Ledger:
     return max(ledgers, key=lambda ledger: ledger.total)
 
 
-def stage_parameters(config: Config, plan: ParallelPlan, pp_rank: int) -> int:
-    """Values held by one rank of a stage: its shards and replicas, padded rows; a tied table once."""
-    return stage_tensors(config, plan, pp_rank).total
-
-
-def stage_tensors(config: Config, plan: ParallelPlan, pp_rank: int) -> Tensors:
-    """Values of each parameter that one rank of a stage holds."""
-    tp = plan.tensor_model_parallel_size
-    halves = [_half(plan.stage_layers[stage], config.model.num_layers) for stage in plan.stages_of(pp_rank)]
-    ends = end_tensors(
-        config.model,
-        tp=tp,
-        padded_vocab_size=plan.padded_vocab_size,
-        first=any(half.first for half in halves),
-        last=any(half.last for half in halves),
-    )
-    return block_tensors(config.model, tp=tp).times(sum(half.blocks for half in halves)) + ends
-
-
-class _Half(NamedTuple):
-    """What a stage holds (dualpipev: a rank has two)."""
-
-    blocks: int
-    first: bool
-    last: bool
-
-
-def _half(span: tuple[int, int], num_layers: int) -> _Half:
-    low, high = span
-    return _Half(min(high, num_layers + 1) - max(low, 1), low == 0, high == num_layers + 3)
-
-
-@lru_cache(maxsize=1024)  # a search asks again and again for the same cuts
-def _halves(
-    stage_layers: tuple[tuple[int, int], ...], schedule: str, ranks: int, num_layers: int
-) -> tuple[tuple[_Half, ...], ...]:
-    """What each pipeline rank holds."""
-    held: list[list[_Half]] = [[] for _ in range(ranks)]
-    for stage, span in enumerate(stage_layers):
-        held[rank_of(schedule, stage, ranks=ranks)].append(_half(span, num_layers))
-    return tuple(map(tuple, held))
-
-
 class _Stages:
     """Ledgers of a plan's stages; what is equal on all of them is computed once."""
 
@@ -138,22 +94,25 @@ class _Stages:
         self.config, self.plan, self.kept, self.schedule, self.chunks = config, plan, kept, schedule, chunks
         self.block = block_tensors(config.model, tp=plan.tensor_model_parallel_size)
         self.block_sums = sum(self.block.matrices), sum(self.block.vectors)
+        self.adapters: Tensors | None = None  # what is trained of a block, where that is not all
+        if config.lora.rank > 0:
+            self.adapters = block_adapters(config.model, config.lora, tp=plan.tensor_model_parallel_size)
         self.element = StateBytes.of(config.precision.dtype)
         self.accumulated = StateBytes.of(config.precision.grad_accum_dtype)
         self.master_element = FP32 if state_bytes(config, dp=1).master_weights else 0
         self.low_precision = round(state_bytes(config, dp=1).low_precision_gradients)
         self.flat = plan.zero_stage in (1, 2) or uses_bf16_optimizer(config)
         self._ends: dict[tuple[bool, bool], Tensors] = {}
-        self._counted: dict[tuple[_Half, ...], tuple[int, int, int]] = {}
-        self._kept: dict[_Half, Kinds] = {}
-        self._fixed_by: dict[tuple[_Half, ...], dict[str, int]] = {}
-        self._fixed_sums: dict[tuple[_Half, ...], int] = {}
+        self._counted: dict[tuple[Half, ...], tuple[int, int, int]] = {}
+        self._kept: dict[Half, Kinds] = {}
+        self._fixed_by: dict[tuple[Half, ...], dict[str, int]] = {}
+        self._fixed_sums: dict[tuple[Half, ...], int] = {}
         self.tables = round(kept.tables)
         self.positions = 0
         if config.data.mask_documents:
             self.positions = config.train.micro_batch_size * config.data.sequence_length * INT64
         layers = config.model.num_layers
-        self.halves = _halves(plan.stage_layers, plan.schedule, plan.pipeline_model_parallel_size, layers)
+        self.halves = halves_of(plan.stage_layers, plan.schedule, plan.pipeline_model_parallel_size, layers)
         # DeepSpeed allocates a bucket whole: no more than the largest stage can fill (engine.deepspeed_config).
         largest = max(self._values(halves)[0] for halves in set(self.halves))
         self.bucket = min(config.zero.bucket_size, largest) if plan.zero_stage else 0
@@ -176,14 +135,15 @@ class _Stages:
             **fixed,
         )
 
-    def _fixed(self, halves: tuple[_Half, ...]) -> dict[str, int]:
+    def _fixed(self, halves: tuple[Half, ...]) -> dict[str, int]:
         """What does not depend on the micro-batches in flight."""
         if halves not in self._fixed_by:
             zero_stage, offload = self.plan.zero_stage, self.config.zero.offload_optimizer
             parameters, whole, part = self._values(halves)
+            frozen = 0 if self.adapters is None else sum(self._model_values(halves))
             masters, moments = part * self.master_element, part * 2 * FP32
             held = dict(
-                weights=(part if zero_stage == 3 else whole) * self.element,
+                weights=((part if zero_stage == 3 else whole) + frozen) * self.element,
                 gradients=self._gradient_values(halves, part) * self.accumulated,
                 master_weights=0 if offload else masters,
                 optimizer_moments=0 if offload else moments,
@@ -194,10 +154,12 @@ class _Stages:
                 step_workspace=self._step_workspace(part),
             )
             self._fixed_sums[halves] = sum(held.values())
-            self._fixed_by[halves] = held | dict(parameters=parameters, host=masters + moments if offload else 0)
+            self._fixed_by[halves] = held | dict(
+                parameters=parameters + frozen, host=masters + moments if offload else 0
+            )
         return self._fixed_by[halves]
 
-    def _activations(self, pp_rank: int, halves: tuple[_Half, ...]) -> tuple[float, Kinds]:
+    def _activations(self, pp_rank: int, halves: tuple[Half, ...]) -> tuple[float, Kinds]:
         """(micro-batches in flight, their bytes by kind)."""
         pp, count = self.plan.pipeline_model_parallel_size, self.plan.num_micro_batches
         if self.schedule == "interleaved":
@@ -213,25 +175,34 @@ class _Stages:
         context += self.tables
         return held, Kinds(attention, mlp, norms, dropout, inputs, embedding, context, head, loss)
 
-    def _stage(self, half: _Half) -> Kinds:
+    def _stage(self, half: Half) -> Kinds:
         if half not in self._kept:
             self._kept[half] = self.kept.stage(*half)
         return self._kept[half]
 
-    def _values(self, halves: tuple[_Half, ...]) -> tuple[int, int, int]:
-        """Values of a rank: its parameters, its weights with padding, its partition of the optimizer's states."""
+    def _values(self, halves: tuple[Half, ...]) -> tuple[int, int, int]:
+        """Values that a rank trains: its parameters, its weights with padding, its partition of the optimizer's
+        states."""
         if halves not in self._counted:
             self._counted[halves] = self._count(halves)
         return self._counted[halves]
 
-    def _count(self, halves: tuple[_Half, ...]) -> tuple[int, int, int]:
+    def _model_values(self, halves: tuple[Half, ...]) -> tuple[int, int]:
+        """Values of the model's own matrices and vectors on a rank."""
+        blocks, ends = sum(half.blocks for half in halves), self._ends_of(halves)
+        return blocks * self.block_sums[0] + sum(ends.matrices), blocks * self.block_sums[1] + sum(ends.vectors)
+
+    def _ends_of(self, halves: tuple[Half, ...]) -> Tensors:
+        return self._end(any(half.first for half in halves), any(half.last for half in halves))
+
+    def _count(self, halves: tuple[Half, ...]) -> tuple[int, int, int]:
         blocks = sum(half.blocks for half in halves)
-        ends = self._end(any(half.first for half in halves), any(half.last for half in halves))
-        matrices = blocks * self.block_sums[0] + sum(ends.matrices)
-        vectors = blocks * self.block_sums[1] + sum(ends.vectors)
+        matrices, vectors = self._model_values(halves)
+        if self.adapters is not None:
+            matrices, vectors = blocks * self.adapters.total, 0
         dp, parameters = self.plan.data_parallel_size, matrices + vectors
         if self.plan.zero_stage == 3:
-            part = blocks * split_each(self.block, dp=dp) + split_each(ends, dp=dp)
+            part = blocks * split_each(self.block, dp=dp) + split_each(self._ends_of(halves), dp=dp)
             return parameters, parameters, part
         if not self.flat:
             return parameters, parameters, parameters
@@ -239,16 +210,18 @@ class _Stages:
         whole = padded_groups(matrices, vectors, dp=dp, one_group=one_group)
         return parameters, whole, whole // dp
 
-    def _gradient_values(self, halves: tuple[_Half, ...], part: int) -> int:
+    def _gradient_values(self, halves: tuple[Half, ...], part: int) -> int:
         stage = self.plan.zero_stage
         if stage <= 1:
             parameters, whole, _ = self._values(halves)
             return whole if uses_bf16_optimizer(self.config) else parameters
         if stage == 3 or self.element != self.accumulated:
             return part
+        dp, blocks = self.plan.data_parallel_size, halves[0].blocks
+        if self.adapters is not None:
+            return touched(self.adapters.matrices * blocks, dp=dp)
         ends = self._end(True, True)  # ZeRO 2 has one stage; its head comes last in each group, the embedding first
         positions = len(ends.matrices) - (1 if self.config.model.tie_word_embeddings else 2)
-        blocks, dp = halves[0].blocks, self.plan.data_parallel_size
         matrices = (*ends.matrices[: 1 + positions], *self.block.matrices * blocks, *ends.matrices[1 + positions :])
         vectors = (*self.block.vectors * blocks, *ends.vectors)
         return touched(matrices, dp=dp) + touched(vectors, dp=dp)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from conf.schema import Config, DType, Recompute
+from parallel import architecture
+from parallel.adapters import target_problems
 from parallel.sizes import sizes
 
 
@@ -23,7 +25,7 @@ def problems(config: Config, *, world_size: int, device: str | None) -> list[str
     if min(positive) < 1:
         return []  # the range checks of conf.load say so; nothing can be divided by these
     lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config)]
-    lines += [*states_problems(config, device=device), *_world(config, world_size)]
+    lines += [*states_problems(config, device=device), *_lora(config), *_world(config, world_size)]
     if world_size % (parallel.tp * parallel.pp) == 0:
         lines += _batch(config, world_size // (parallel.tp * parallel.pp))
     return lines
@@ -61,13 +63,21 @@ def _model(config: Config) -> Iterator[str]:
             f"model.num_attention_heads={heads} does not divide model.hidden_size={model.hidden_size}; "
             "use a divisor or set model.head_dim"
         )
-    elif sizes(model).rotary and sizes(model).head_dim % 2:
-        yield f"model.head_dim={sizes(model).head_dim} is odd, and rotary positions turn pairs; use an even size"
+    elif sizes(model).rotary_dim % 2 or (sizes(model).parts.rotary and not sizes(model).rotary_dim):
+        yield f"{_rotated(config)}, and rotary positions turn pairs; use an even size"
     if heads % kv_heads:
         yield (
             f"model.num_key_value_heads={kv_heads} does not divide model.num_attention_heads={heads}; "
             f"use {_either(_divisors(heads))}"
         )
+    yield from architecture.problems(model)
+
+
+def _rotated(config: Config) -> str:
+    size = sizes(config.model)
+    if size.parts.rotary_fraction == 1:
+        return f"model.head_dim={size.head_dim} is odd"
+    return f"model.rotary_fraction={size.parts.rotary_fraction:g} of a head of {size.head_dim} is {size.rotary_dim}"
 
 
 def _tensor(config: Config) -> Iterator[str]:
@@ -156,6 +166,17 @@ def _precision(config: Config, device: str | None) -> Iterator[str]:
         yield (
             f"precision.dtype={dtype.value} with precision.grad_accum_dtype={accumulate.value} needs ZeRO but "
             f"zero.stage=0; use zero=stage1, or precision.grad_accum_dtype={dtype.value}"
+        )
+
+
+def _lora(config: Config) -> Iterator[str]:
+    if config.lora.rank == 0:
+        return
+    yield from target_problems(config.model, config.lora.target_modules)
+    if config.zero.stage == 3:
+        yield (
+            f"lora.rank={config.lora.rank} does not go with zero.stage=3 (frozen weights are not spread over the data "
+            "axis here); use zero=stage1 or zero=stage2, and parallel.tp or parallel.pp to split the weights"
         )
 
 

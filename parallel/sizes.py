@@ -9,35 +9,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conf.schema import Family, ModelConfig
+from conf.schema import ModelConfig
+from parallel.architecture import Architecture, architecture
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Derived sizes of the whole model."""
+    """Derived sizes of the whole model, and the parts that its blocks are made of."""
 
+    parts: Architecture
     head_dim: int
     num_key_value_heads: int
     ffn_hidden_size: int
-    gated: bool  # SwiGLU: a gate beside the up projection
-    has_bias: bool
-    rotary: bool  # rotary positions; else a learned table
-    norm_vectors: int  # vectors of hidden_size in one norm: weight, or weight and bias
     residual_std: float  # initial std of what writes to the residual stream
+
+    @property
+    def norm_vectors(self) -> int:
+        """Vectors of hidden_size in one norm: weight, or weight and bias."""
+        return 2 if self.parts.layer_norm else 1
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of each head that are rotated, the first ones; 0: positions are a learned table."""
+        return int(self.head_dim * self.parts.rotary_fraction)
 
 
 def sizes(model: ModelConfig) -> Sizes:
     """Derive what `model` leaves null; no checks."""
     heads = model.num_attention_heads
-    llama = model.family == Family.llama
     return Sizes(
+        parts=architecture(model),
         head_dim=model.head_dim if model.head_dim is not None else model.hidden_size // heads,
         num_key_value_heads=model.num_key_value_heads if model.num_key_value_heads is not None else heads,
         ffn_hidden_size=model.ffn_hidden_size if model.ffn_hidden_size is not None else 4 * model.hidden_size,
-        gated=llama,
-        has_bias=not llama,
-        rotary=llama,
-        norm_vectors=1 if llama else 2,
         residual_std=model.init_std / (2 * model.num_layers) ** 0.5,
     )
 
@@ -60,19 +64,18 @@ def block_parameters(model: ModelConfig, *, tp: int = 1) -> LayerParameters:
     query = heads * s.head_dim // tp
     key_value = max(1, s.num_key_value_heads // tp) * s.head_dim
     ffn = s.ffn_hidden_size // tp
-    ups = 2 if s.gated else 1
+    parts, ups = s.parts, 2 if s.parts.gated else 1
     sharded = hidden * (query + 2 * key_value) + query * hidden + hidden * ffn * ups + ffn * hidden
     replicated = 2 * s.norm_vectors * hidden
-    if s.has_bias:
-        sharded += query + 2 * key_value + ffn * ups
-        replicated += 2 * hidden
+    sharded += (query + 2 * key_value) * parts.qkv_bias + ffn * ups * parts.mlp_bias
+    replicated += hidden * (parts.out_bias + parts.mlp_bias) + 2 * s.head_dim * parts.qk_norm
     return LayerParameters(sharded, replicated)
 
 
 def embedding_parameters(model: ModelConfig, *, tp: int = 1, vocab_size: int | None = None) -> LayerParameters:
     """Of word and learned position tables; vocab_size: padded, where memory is meant."""
     vocab = model.vocab_size if vocab_size is None else vocab_size
-    positions = model.max_position_embeddings * model.hidden_size if not sizes(model).rotary else 0
+    positions = model.max_position_embeddings * model.hidden_size if not sizes(model).parts.rotary else 0
     return LayerParameters(vocab * model.hidden_size // tp, positions)
 
 

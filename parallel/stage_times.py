@@ -24,9 +24,9 @@ from parallel.communication import (
 from parallel.instructions import rank_of
 from parallel.kernels import PassSeconds, Rates, block_pass, embedding_pass, head_pass, optimizer_s
 from parallel.links import Fabric
-from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
 from parallel.software import Software
+from parallel.stage_values import trained_parameters
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class LayerTimes:
     def _tail(self, pp_rank: int) -> StepTail:
         config, plan = self.config, self.plan
         calls = of_step(config, plan, pp_rank, self.software)
-        parameters = stage_parameters(config, plan, pp_rank)
+        parameters = trained_parameters(config, plan, pp_rank)
         blocks, _, _ = layers_held(config, plan, pp_rank)
         hidden = self._seconds(call for call in calls if call.hides)
         return StepTail(

@@ -86,14 +86,15 @@ class Tensors:
 def block_tensors(model: ModelConfig, *, tp: int) -> Tensors:
     """Of one block: QKV as one matrix, or two where ranks share a key-value head."""
     z, hidden = sizes(model), model.hidden_size
+    parts = z.parts
     query = model.num_attention_heads * z.head_dim // tp
     key_value = 2 * max(1, z.num_key_value_heads // tp) * z.head_dim
     rows = (query + key_value,) if z.num_key_value_heads >= tp else (query, key_value)
-    up, down = z.ffn_hidden_size * (2 if z.gated else 1) // tp, z.ffn_hidden_size // tp
+    up, down = z.ffn_hidden_size * (2 if parts.gated else 1) // tp, z.ffn_hidden_size // tp
     norm = (hidden,) * z.norm_vectors
-    attention, mlp = ((*rows, hidden), (up, hidden)) if z.has_bias else ((), ())
+    attention = (*rows * parts.qkv_bias, *(z.head_dim,) * 2 * parts.qk_norm, *(hidden,) * parts.out_bias)
     matrices = (*(n * hidden for n in rows), query * hidden, up * hidden, down * hidden)
-    return Tensors(matrices, (*norm, *attention, *norm, *mlp))
+    return Tensors(matrices, (*norm, *attention, *norm, *(up, hidden) * parts.mlp_bias))
 
 
 def end_tensors(model: ModelConfig, *, tp: int, padded_vocab_size: int, first: bool, last: bool) -> Tensors:
@@ -101,7 +102,7 @@ def end_tensors(model: ModelConfig, *, tp: int, padded_vocab_size: int, first: b
     z, table = sizes(model), padded_vocab_size * model.hidden_size // tp
     found = Tensors()
     if first:
-        found += Tensors((table,) if z.rotary else (table, model.max_position_embeddings * model.hidden_size))
+        found += Tensors((table,) if z.parts.rotary else (table, model.max_position_embeddings * model.hidden_size))
     if last:
         found += Tensors(vectors=(model.hidden_size,) * z.norm_vectors)
         if not (first and model.tie_word_embeddings):

@@ -2,6 +2,7 @@
 
     python recipes/prepare.py data.tokenizer=bpe model.vocab_size=4096
     python recipes/prepare.py 'data.sources=[{path: books/*.jsonl.gz, weight: 3}, {path: stdlib}]'
+    python recipes/prepare.py data=chat data.sources.0.path=chats.jsonl data.tokenizer=FOLDER model.vocab_size=32000
     python recipes/prepare.py 'data.sources=[{path: books}]' data.tokenizer=FOLDER prepare.megatron=out/books
 
 Training does the same by itself when the files are not there; this recipe does it on one process without a model. With
@@ -17,20 +18,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
-from conf.schema import Config
+from conf.schema import Config, DataFormat
 from parallel.plan import ParallelPlan
 
 
 def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.batches import require_batch
+    from corpus.conversation_summary import conversation_table
+    from corpus.corpora import prepare_corpus
     from corpus.megatron_write import targets, write_corpus
-    from corpus.prepare import prepare
     from corpus.summary import table
     from engine.failure import refuse
     from engine.session import announce
 
     data, wanted = config.data, config.prepare.megatron
     try:
+        if wanted and data.format is DataFormat.conversations:
+            raise ValueError(
+                "prepare.megatron writes text, which knows no masks of the loss, but data.format=conversations"
+            )
         places = {}
         if wanted:
             places = targets(
@@ -39,9 +45,9 @@ def run(config: Config, plan: ParallelPlan) -> int:
                 validation=data.validation_fraction > 0,
                 overwrite=config.prepare.overwrite,
             )
-        corpus = prepare(data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        corpus = prepare_corpus(data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-        announce(table(corpus))
+        announce(table(corpus) if data.format is DataFormat.text else conversation_table(corpus))
         for written in write_corpus(corpus, places):
             announce(written.line())
     except (ValueError, OSError) as error:

@@ -21,7 +21,7 @@ from parallel.plan import ParallelPlan
 def run(config: Config, plan: ParallelPlan) -> int:
     """Config and plan are valid here; torch is imported from here on."""
     from corpus.batches import require_batch
-    from corpus.prepare import prepare
+    from corpus.corpora import prepare_corpus
     from engine.build import build_trainer
     from engine.checkpoints import Checkpoints
     from engine.failure import refuse
@@ -33,12 +33,14 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.session import Session, announce
 
     try:
-        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        corpus = prepare_corpus(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
         claimed = choose_start(config, rank=int(os.environ.get("RANK", "0")))
     except (ValueError, OSError) as error:
         return refuse(error)
 
+    for note in corpus.notes:
+        announce(note)
     with Session(config, plan, folder=claimed.path) as session:
         start = claimed.shared()
         if start.complete:

@@ -10,6 +10,7 @@ from typing import Any
 
 from conf.schema import Config
 from parallel import stage_split
+from parallel.adapters import adapter_count
 from parallel.plan import ParallelPlan
 from telemetry.ranks import Slowest
 from telemetry.report import EvaluationReport, StepReport
@@ -93,6 +94,7 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
     lines = [
         f"model     {config.model.name}: {parameters:,} parameters, {config.model.family.value}, "
         f"{config.model.num_layers} layers x {config.model.hidden_size}, {config.precision.dtype.value}",
+        *_adapters(config),
         f"plan      tp={plan.tensor_model_parallel_size}"
         f" x pp={plan.pipeline_model_parallel_size} x dp={plan.data_parallel_size}, ZeRO {plan.zero_stage},"
         f" {plan.schedule}, recompute {plan.recompute}" + (", sequence parallel" if plan.sequence_parallel else ""),
@@ -103,6 +105,14 @@ def describe_plan(config: Config, plan: ParallelPlan, *, parameters: int, device
         f"device    {plan.world_size} x {device_name}",
     ]
     return "\n".join([*lines, *(f"warning   {warning}" for warning in plan.warnings)])
+
+
+def _adapters(config: Config) -> list[str]:
+    lora = config.lora
+    if lora.rank == 0:
+        return []
+    targets = ", ".join(lora.target_modules)
+    return [f"adapters  LoRA of rank {lora.rank} for {targets}: {adapter_count(config):,} trained, the rest frozen"]
 
 
 def memory_table(predicted: Sequence[int], measured: Sequence[int]) -> str:

@@ -105,6 +105,18 @@ def _join(shares: Tensor, dim: int) -> Tensor:
     return shares.movedim(0, dim).reshape(rest)
 
 
+def sum_copies(x: Tensor, tensor: AxisGroup, *, parts: int) -> Tensor:
+    """The sum of x over the neighbouring tensor ranks that hold one of `parts` parts; no autograd.
+
+    Each rank puts its x in its part's slot and the whole is all-reduced over the tensor axis, so no process group is
+    needed for each subset of ranks.
+    """
+    part = tensor.rank // (tensor.size // parts)
+    slots = x.new_zeros((parts, *x.shape))
+    slots[part] = x
+    return all_reduce(slots, tensor)[part].clone()
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor: AxisGroup, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -174,6 +186,22 @@ class _AddOnce(torch.autograd.Function):
 def copy_to(x: Tensor, tensor: AxisGroup) -> Tensor:
     """f: x enters a sharded region. Also the sum of a replicated parameter's gradient over the tensor axis."""
     return x if tensor.size == 1 else _CopyTo.apply(tensor, x)
+
+
+class _CopyOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: AxisGroup, parts: int, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.tensor, ctx.parts = tensor, parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return None, None, sum_copies(grad, ctx.tensor, parts=ctx.parts)
+
+
+def copy_of(x: Tensor, tensor: AxisGroup, *, parts: int) -> Tensor:
+    """x is one of `parts` shards, each copied on neighbouring ranks: its gradient is summed over its copies."""
+    return x if parts == tensor.size else _CopyOf.apply(tensor, parts, x)
 
 
 def reduce_from(x: Tensor, tensor: AxisGroup) -> Tensor:

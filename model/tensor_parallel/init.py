@@ -39,6 +39,18 @@ def normal_parameter(info: ParameterInfo, *, tensor: AxisGroup, seed: int, std: 
     return attach(parameter, info, tensor)
 
 
+def uniform_parameter(info: ParameterInfo, *, tensor: AxisGroup, seed: int, bound: float) -> nn.Parameter:
+    """This rank's part of weights drawn evenly from [-bound, bound), in the default dtype and device."""
+    parameter = nn.Parameter(torch.empty(info.local_shape))
+    if not parameter.is_meta:
+        generator = torch.Generator(device="cpu").manual_seed(generator_seed(seed, info.name))
+        whole = torch.empty(info.global_shape, dtype=torch.float32, device="cpu")
+        whole.uniform_(-bound, bound, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(slice_for_rank(whole, info, tensor))
+    return attach(parameter, info, tensor)
+
+
 def constant_parameter(info: ParameterInfo, *, tensor: AxisGroup, value: float) -> nn.Parameter:
     """This rank's part of a parameter that starts at one value: biases at 0, norm weights at 1."""
     return attach(nn.Parameter(torch.full(info.local_shape, value)), info, tensor)

@@ -11,6 +11,8 @@ replicated activations are [B, S/T, .] instead.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,9 @@ from model.tensor_parallel.init import constant_parameter, normal_parameter
 from model.tensor_parallel.parameter import describe
 from model.tensor_parallel.weight_gradients import weight_gradient
 from parallel.groups import AxisGroup
+
+if TYPE_CHECKING:
+    from model.tensor_parallel.lora import ColumnLora, RowLora
 
 
 def _bias_gradient(grad: Tensor) -> Tensor:
@@ -53,7 +58,7 @@ class _ColumnParallel(torch.autograd.Function):
                 work = torch.distributed.all_reduce(grad_x, group=ctx.tensor.process_group, async_op=True)
         if needs_weight:
             grad_weight = weight_gradient(weight, grad, gather() if gather is not None else x)
-        grad_bias = _bias_gradient(grad) if ctx.has_bias else None
+        grad_bias = _bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if finish is not None:
             grad_x = finish()
         elif work is not None:
@@ -64,14 +69,17 @@ class _ColumnParallel(torch.autograd.Function):
 class _RowParallel(torch.autograd.Function):
     """y = g(x W^T) + b with g reduce_from, or reduce_scatter_to_sequence under sequence parallelism.
 
-    Rank 0 adds the bias before the reduction; backward has the whole gradient on every rank (see `add_once`).
+    Rank 0 adds the bias before the reduction; backward has the whole gradient on every rank (see `add_once`). `more`:
+    this rank's part of another sum, reduced with it.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tensor: AxisGroup, sequence_parallel: bool):  # type: ignore[override]
+    def forward(ctx, x, weight, bias, tensor: AxisGroup, sequence_parallel: bool, more):  # type: ignore[override]
         ctx.save_for_backward(x, weight)
         ctx.tensor, ctx.sequence_parallel, ctx.has_bias = tensor, sequence_parallel, bias is not None
         partial = F.linear(x, weight, bias if tensor.rank == 0 else None)
+        if more is not None:
+            partial += more
         if sequence_parallel:
             return collectives.reduce_scatter(partial, tensor, dim=1)
         return collectives.all_reduce(partial, tensor)
@@ -82,8 +90,8 @@ class _RowParallel(torch.autograd.Function):
         grad = collectives.all_gather(grad, ctx.tensor, dim=1) if ctx.sequence_parallel else grad.contiguous()
         grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         grad_weight = weight_gradient(weight, grad, x) if ctx.needs_input_grad[1] else None
-        grad_bias = _bias_gradient(grad) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        grad_bias = _bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None, grad if ctx.needs_input_grad[5] else None
 
 
 def column_parallel_linear(
@@ -96,12 +104,21 @@ def column_parallel_linear(
 
 
 def row_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, tensor: AxisGroup, sequence_parallel: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tensor: AxisGroup,
+    sequence_parallel: bool,
+    more: Tensor | None = None,
 ) -> Tensor:
-    """x [B, S, I/T], weight [O, I/T], bias [O] replicated -> [B, S, O] (or [B, S/T, O])."""
+    """x [B, S, I/T], weight [O, I/T], bias [O] replicated -> [B, S, O] (or [B, S/T, O]).
+
+    more [B, S, O]: added to each rank's part before the parts are summed.
+    """
     if tensor.size == 1 and not hasattr(weight, "weight_gradients"):
-        return F.linear(x, weight, bias)
-    return _RowParallel.apply(x, weight, bias, tensor, sequence_parallel and tensor.size > 1)
+        return F.linear(x, weight, bias) if more is None else F.linear(x, weight, bias) + more
+    return _RowParallel.apply(x, weight, bias, tensor, sequence_parallel and tensor.size > 1, more)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -142,10 +159,13 @@ class ColumnParallelLinear(nn.Module):
             info = describe(f"{name}.bias", (out_features,), tensor=tensor, shard_dim=0, sections=sections)
             self.bias = constant_parameter(info, tensor=tensor, value=0.0)
 
+        self.lora: ColumnLora | None = None
+
     def forward(self, x: Tensor) -> Tensor:
-        return column_parallel_linear(
+        y = column_parallel_linear(
             x, self.weight, self.bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel
         )
+        return y if self.lora is None else y + self.lora(x)
 
 
 class RowParallelLinear(nn.Module):
@@ -177,7 +197,14 @@ class RowParallelLinear(nn.Module):
             info = describe(f"{name}.bias", (out_features,), tensor=tensor)
             self.bias = constant_parameter(info, tensor=tensor, value=0.0)
 
+        self.lora: RowLora | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         return row_parallel_linear(
-            x, self.weight, self.bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel
+            x,
+            self.weight,
+            self.bias,
+            tensor=self.tensor,
+            sequence_parallel=self.sequence_parallel,
+            more=None if self.lora is None else self.lora(x),
         )

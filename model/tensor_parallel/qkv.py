@@ -5,7 +5,7 @@ Source: arXiv:1909.08053 section 3 (heads over the tensor axis), arXiv:2305.1324
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from model.tensor_parallel.init import constant_parameter, normal_parameter
 from model.tensor_parallel.linear import column_parallel_linear
 from model.tensor_parallel.parameter import describe
 from parallel.groups import AxisGroup
+
+if TYPE_CHECKING:
+    from model.tensor_parallel.lora import ColumnLora
 
 
 class QKVParallelLinear(nn.Module):
@@ -74,6 +77,7 @@ class QKVParallelLinear(nn.Module):
         else:
             self.weight, self.bias = make("q", query, 1)
             self.kv_weight, self.kv_bias = make("kv", key_value, copies)
+        self.lora: ColumnLora | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
@@ -82,15 +86,14 @@ class QKVParallelLinear(nn.Module):
             weight = _JoinCopies.apply(self.tensor, self.parts, weight, self.kv_weight)
         if bias is not None and self.kv_bias is not None:
             bias = _JoinCopies.apply(self.tensor, self.parts, bias, self.kv_bias)
-        return column_parallel_linear(x, weight, bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
+        y = column_parallel_linear(x, weight, bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel)
+        return y if self.lora is None else y + self.lora(x)
 
 
 class _JoinCopies(torch.autograd.Function):
     """Queries' rows over this rank's copy of keys and values; backward sums the latter's gradient over its copies.
 
-    The copies are on neighbouring tensor ranks. Each rank puts its gradient in its part's slot and the whole is
-    all-reduced over the tensor axis, so no process group is needed for each subset of ranks. Gradients are tensors of
-    their own: a view would keep the joined one alive until the step.
+    Gradients are tensors of their own: a view would keep the joined one alive until the step.
     """
 
     @staticmethod
@@ -101,7 +104,4 @@ class _JoinCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         query, key_value = grad[: ctx.query_rows].clone(), grad[ctx.query_rows :]
-        part = ctx.tensor.rank // (ctx.tensor.size // ctx.parts)
-        slots = grad.new_zeros((ctx.parts, *key_value.shape))
-        slots[part] = key_value
-        return None, None, query, collectives.all_reduce(slots, ctx.tensor)[part].clone()
+        return None, None, query, collectives.sum_copies(key_value, ctx.tensor, parts=ctx.parts)

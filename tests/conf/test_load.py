@@ -56,6 +56,7 @@ def test_loading_raises_with_every_problem():
 
 def test_every_range_is_about_a_knob_that_exists():
     items = {"data.sources.weight", "data.sources.max_documents", "data.sources.eod_id"}
+    items |= {"data.validation_sources.weight", "data.validation_sources.max_documents"}
     ranged = {key for keys in RANGES.values() for key in keys.split()}
     assert ranged - {knob.key for knob in knobs()} == items
 

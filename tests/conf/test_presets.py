@@ -20,8 +20,9 @@ from parallel.sizes import parameter_count
 compose_once = functools.cache(lambda *arguments: compose_config(arguments))
 OTHERS = [(group, name) for group, names in options().items() for name in names if group not in ("model", "parallel")]
 
-# Exact: openai-community/gpt2 and gpt2-medium, meta-llama's Llama 3.1 and 3.2 on huggingface.co. Rounded: the titles
-# and tables of arXiv:1909.08053, 2005.14165, 2201.11990 and 2104.04473 (1008.0 billion), to the digits they print.
+# Exact: openai-community/gpt2 and gpt2-medium, meta-llama's Llama 3.1 and 3.2, Mistral, Qwen2.5 and Qwen3 on
+# huggingface.co, Pythia by arXiv:2304.01373 table 1. Rounded: the titles and tables of arXiv:1909.08053, 2005.14165,
+# 2201.11990 and 2104.04473 (1008.0 billion), to the digits they print.
 PUBLISHED = {
     "gpt2_125m": 124_439_808,
     "gpt2_350m": 354_823_168,
@@ -29,6 +30,14 @@ PUBLISHED = {
     "llama_8b": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "llama_405b": 405_853_388_800,
+    "mistral_7b": 7_241_732_096,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "pythia_160m": 162_322_944,
+    "pythia_1_4b": 1_414_647_808,
+    "pythia_6_9b": 6_857_302_016,
     "megatron_1_2b": "1.2e9",
     "megatron_2_5b": "2.5e9",
     "megatron_4_2b": "4.2e9",
@@ -78,6 +87,8 @@ def test_every_profile_plans_what_its_record_was_made_of(name):
 @pytest.mark.parametrize(("group", "name"), OTHERS)
 def test_every_other_option_composes_and_plans(group, name):
     given = ["data.sources.0.path=corpus.txt"] if (group, name) == ("data", "text") else []
+    if (group, name) == ("data", "chat"):
+        given = ["data.sources.0.path=chats.jsonl", "data.tokenizer=FOLDER"]
     if group == "cluster":
         given = ["cluster.devices_per_node=null"]
     config = compose_once(f"{group}={name}", *given)

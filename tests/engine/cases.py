@@ -51,7 +51,7 @@ def tiny_config(*, family: Family = Family.llama, tied: bool = False, **changes:
     config = Config(
         model=ModelConfig(
             name="tiny", family=family, vocab_size=259, hidden_size=64, num_layers=4, num_attention_heads=4,
-            num_key_value_heads=2 if family is Family.llama else None, ffn_hidden_size=128,
+            num_key_value_heads=None if family in (Family.gpt2, Family.gpt_neox) else 2, ffn_hidden_size=128,
             max_position_embeddings=64, tie_word_embeddings=tied, make_vocab_size_divisible_by=8,
         ),
         parallel=ParallelConfig(),

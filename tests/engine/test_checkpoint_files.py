@@ -18,6 +18,7 @@ from conf.schema import Config, Family
 from engine.checkpoint_folder import KINDS, list_checkpoints, read_manifest
 from engine.checkpoints import Checkpoints
 from engine.failure import StopRun
+from engine.initial_weights import load_weights
 from tests.engine.cases import global_batch, reference_model, reference_run, tiny_config
 from tests.engine.on_ranks import one_step
 from tests.engine.resumes import go_on, open_checkpoints, progress_at, train_and_save
@@ -185,7 +186,7 @@ def test_weights_alone_start_a_new_run(tmp_path: Path) -> None:
 
 def _start_from(config: Config, folder: Path, weights: Path) -> Any:
     checkpoints, parts = open_checkpoints(config, folder)
-    checkpoints.load_weights(weights)
+    load_weights(checkpoints, weights)
     return [one_step(*parts, config, step) for step in (1, 2)]
 
 
@@ -204,7 +205,7 @@ def _refused(config: Config, folder: Path, weights: Path) -> str:
     checkpoints: Checkpoints
     checkpoints, _ = open_checkpoints(config, folder)
     with pytest.raises(ValueError) as caught:
-        checkpoints.load_weights(weights)
+        load_weights(checkpoints, weights)
     return str(caught.value)
 
 

@@ -73,11 +73,15 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tp2 pp2 dp2 to tp4 dp2": (split(tp=2, pp=2, dp=2, zero=1), split(tp=4, dp=2, zero=3), {}),
     "gpt2, tp2 to pp2": (split(tp=2), split(pp=2), GPT2),
     "gpt2 tied, pp2 tp2 to zero 3": (split(tp=2, pp=2, zero=1), split(dp=2, zero=3), GPT2 | TIED),
+    "gpt_neox, tp4 to pp2 zero 1": (split(tp=4), split(pp=2, dp=2, zero=1), {"family": Family.gpt_neox}),
+    "gpt_neox, zero 3 to tp2": (split(dp=2, zero=3), split(tp=2, dp=2, zero=1), {"family": Family.gpt_neox}),
+    "qwen3, tp4 to zero 3": (split(tp=4, **SP), split(dp=2, zero=3), {"family": Family.qwen3}),
     "offload to none": (split(dp=2, zero=2, zero__offload_optimizer=True), split(dp=2, zero=1), {}),
 }
 SHORT = [
     "tp 2-4, fewer kv heads", "zero 2-3", "zero 3-0", "dualpipev to tp2, tied",
     "tp2 pp2 to tp1 pp1, tied, vocabulary 259 (D1)", "gpt2 tied, pp2 tp2 to zero 3",
+    "gpt_neox, zero 3 to tp2",
 ]  # fmt: skip
 
 

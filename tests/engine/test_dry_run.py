@@ -16,6 +16,11 @@ DROPOUT = "model.hidden_dropout=0.1 model.attention_dropout=0.1"
 SP, NO_SP = "parallel.sequence_parallel=true", "parallel.sequence_parallel=false"
 SELECTIVE, FULL = "parallel.recompute=selective", "parallel.recompute=full parallel.recompute_interval=3"
 
+WIDE = "parallel.tp=4 parallel.pp=2 train.global_batch_size=64 data.sequence_length=1024 train.micro_batch_size=2"
+WINDOW = "model.sliding_window=512"
+KINDS = ",".join(["full_attention"] * 11 + ["sliding_attention"] * 13)
+SOME = f"model.sliding_window=128 model.layer_types=[{KINDS}] train.global_batch_size=8"
+
 # overrides, ranks, (pipeline, data, tensor) of the rank that is run
 CASES = {
     "gpt3-175b-rank-517-of-1024": (f"{GPT3} {SP} {SELECTIVE}", 1024, (4, 0, 5)),
@@ -29,6 +34,13 @@ CASES = {
     "copied-key-value-heads": (f"{LLAMA} {SP} parallel.tp=16 data.mask_documents=false", 128, (1, 1, 11)),
     "dualpipev-first-rank": (f"{LLAMA} {SP} parallel.schedule=dualpipev data.mask_documents=true", 64, (0, 0, 1)),
     "dualpipev-turn": (f"{LLAMA} {NO_SP} parallel.schedule=dualpipev data.mask_documents=false", 64, (3, 1, 1)),
+    "qwen3-head-norms": (f"model=qwen3_8b {WIDE} {SP} data.mask_documents=true", 16, (0, 1, 2)),
+    "qwen3-copied-heads-selective": (f"model=qwen3_0_6b {WIDE} parallel.tp=16 {NO_SP} {SELECTIVE}", 64, (1, 1, 3)),
+    "mistral-window": (f"model=mistral_7b {WIDE} {NO_SP} {WINDOW} data.mask_documents=false", 16, (1, 0, 1)),
+    "mistral-window-masked": (f"model=mistral_7b {WIDE} {SP} {WINDOW}", 16, (0, 0, 1)),
+    "qwen2-some-windows": (f"model=qwen2_5_0_5b parallel.pp=2 {SOME} data.mask_documents=false", 2, (1, 0, 0)),
+    "pythia": (f"model=pythia_6_9b {WIDE} {SP} {DROPOUT} data.mask_documents=true", 16, (1, 1, 3)),
+    "pythia-full": (f"model=pythia_1_4b {WIDE} {NO_SP} {FULL} data.mask_documents=false", 16, (0, 1, 3)),
     "one-device": ("model=gpt2_350m data.mask_documents=false precision=fp32", 1, (0, 0, 0)),
 }
 

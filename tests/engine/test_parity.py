@@ -24,7 +24,7 @@ CHOICES = {
     "zero": (0, 1, 2, 3),
     "schedule": ("1f1b", "eager1f1b", "dualpipev"),
     "recompute": ("none", "selective", "full"),
-    "family": ("llama", "gpt2"),
+    "family": ("llama", "gpt2", "mistral", "qwen2", "qwen3", "gpt_neox"),
     "tied": (False, True),
     "order": ("pipe_data_tensor", "data_tensor_pipe", "tensor_pipe_data"),
 }
@@ -53,8 +53,17 @@ def name(case: Case) -> str:
     return "-".join(parts)
 
 
+# What makes a family more than its kind of block: windows shorter than the sequence of 32, a part of each head rotated.
+CHOSEN = {
+    "mistral": dict(model__sliding_window=7, model__head_dim=24),
+    "qwen2": dict(model__sliding_window=5, model__layer_types=["full_attention", "sliding_attention"] * 2),
+    "gpt_neox": dict(model__rotary_fraction=0.5),
+}
+
+
 def config_of(case: Case, **changes: object):
     return tiny_config(
+        **CHOSEN.get(str(case["family"]), {}),
         family=Family(case["family"]),
         tied=case["tied"],
         parallel__tp=case["tp"],
@@ -91,6 +100,12 @@ SHORT = 6
 @pytest.mark.parametrize("case", CASES[:SHORT], ids=name)
 def test_plan_draws_the_curve_of_the_plain_torch_loop(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gpt_neox"])
+def test_tensor_and_pipeline_parallel_families_draw_the_curve_of_the_plain_torch_loop(family: str) -> None:
+    base = {"tp": 2, "pp": 2, "dp": 1, "zero": 1, "schedule": "1f1b", "recompute": "none", "order": "pipe_data_tensor"}
+    check(base | {"family": family, "tied": family == "qwen2", "sequence_parallel": family in ("qwen3", "mistral")})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The memory ledger is what ranks really hold: states and saved activations, byte for byte, over both families.
+"""The memory ledger is what ranks really hold: states and saved activations, byte for byte, over the families.
 
 Measured with tensors alone (`engine.tensor_bytes`), through the real engines on gloo ranks. The tolerance is none: the
 ledger counts each tensor that autograd keeps, and DeepSpeed's padding.
@@ -23,7 +23,7 @@ from tests.engine.on_ranks import one_step, open_trainer
 from tests.ranks import run_ranks
 
 BF16 = dict(precision__dtype=DType.bf16, zero__stage=1)
-GPT2, LLAMA = Family.gpt2, Family.llama
+GPT2, LLAMA, QWEN3, NEOX = Family.gpt2, Family.llama, Family.qwen3, Family.gpt_neox
 DUAL, EAGER = Schedule["dualpipev"], Schedule["eager1f1b"]
 SELECTIVE, FULL = Recompute.selective, Recompute.full
 
@@ -33,7 +33,13 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, dict(family=LLAMA, zero__stage=2, train__micro_batch_size=2, data__mask_documents=True)),
     (2, dict(family=GPT2, parallel__recompute=SELECTIVE, **{**BF16, "zero__stage": 3})),
     (2, dict(family=LLAMA, parallel__pp=2, parallel__schedule=DUAL, zero__stage=1)),
+    (4, dict(family=QWEN3, parallel__tp=2, parallel__pp=2, data__mask_documents=True, model__sliding_window=5)),
     # the slow ones from here on
+    (4, dict(family=QWEN3, parallel__tp=4, parallel__sequence_parallel=True, **BF16)),
+    (4, dict(family=NEOX, tied=True, dropout=0.1, parallel__tp=2, parallel__pp=2, parallel__sequence_parallel=True)),
+    (2, dict(family=NEOX, parallel__tp=2, data__mask_documents=True, **BF16)),
+    (2, dict(family=Family.qwen2, parallel__tp=2, model__sliding_window=9, train__micro_batch_size=2, **BF16)),
+    (2, dict(family=Family.mistral, parallel__recompute=SELECTIVE, model__sliding_window=9, **BF16)),
     (4, dict(family=LLAMA, parallel__tp=4, train__micro_batch_size=2)),  # two key-value heads on four ranks
     (2, dict(family=GPT2, tied=True, data__mask_documents=True, dropout=0.1, **BF16)),
     (1, dict(family=GPT2, dropout=0.1)),
@@ -48,7 +54,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (8, dict(family=LLAMA, parallel__tp=2, parallel__pp=2, parallel__sequence_parallel=True, **BF16)),
     (4, dict(family=GPT2, parallel__tp=2, parallel__pp=2, parallel__schedule=DUAL, data__mask_documents=True, **BF16)),
 ]
-FAST = 5
+FAST = 6
 
 
 def name(case: tuple[int, dict[str, Any]]) -> str:
@@ -100,6 +106,28 @@ def check(ranks: int, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", CASES[:FAST], ids=name)
 def test_ranks_hold_the_bytes_of_the_ledger(case) -> None:
     check(*case)
+
+
+LORA = dict(lora__rank=4)
+ADAPTED: list[tuple[int, dict[str, Any]]] = [
+    (2, dict(family=LLAMA, parallel__pp=2, zero__stage=1, **LORA)),
+    (2, dict(family=LLAMA, zero__stage=0, lora__target_modules=["q_proj", "down_proj"], **LORA)),
+    (2, dict(family=GPT2, tied=True, zero__stage=2, **LORA)),
+    (4, dict(family=NEOX, parallel__tp=2, parallel__sequence_parallel=True, **LORA, **BF16)),
+]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=name)
+def test_ranks_that_train_adapters_hold_the_states_of_the_ledger(case) -> None:
+    """Whole weights; gradients, masters and moments of the adapters alone. Activations are the ledger's estimate."""
+    ranks, changes = case
+    config = config_of(**changes)
+    plan = ParallelPlan.from_config(config, ranks)
+    ledgers = predict(config, plan, device="cpu")
+    for rank, (states, _) in enumerate(run_ranks(ranks, measured, config)):
+        ledger = ledgers[plan.coordinate(rank)[0]]
+        assert states == {field: getattr(ledger, field) for field in states}
+        assert ledger.optimizer_moments < ledger.weights
 
 
 @pytest.mark.slow

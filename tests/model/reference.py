@@ -54,7 +54,7 @@ def assert_equal_gradients(ours: Weights, reference: Weights, *, atol: float) ->
 
 
 def norm(x: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
-    if model.family == Family.gpt2:
+    if model.family in (Family.gpt2, Family.gpt_neox):
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
         return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -72,41 +72,68 @@ def rotate(x_BNSD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
     Frequencies are rounded to fp32, as in transformers.
     """
     half = x_BNSD.shape[-1] // 2
+    if not half:
+        return x_BNSD
     frequency = (1.0 / theta ** (torch.arange(half, dtype=torch.float32) / half)).double()
     angle = positions_BS[:, None, :, None].double() * frequency
     turned = torch.complex(x_BNSD[..., :half], x_BNSD[..., half:]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([turned.real, turned.imag], -1)
 
 
-def attention(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
+def rotated_elements(model: ModelConfig, head_dim: int) -> int:
+    """Of each head: all, in GPT-NeoX a part of it, in GPT-2 none."""
+    share = {Family.gpt2: 0.0, Family.gpt_neox: model.rotary_fraction or 0.25}.get(model.family, 1.0)
+    return int(head_dim * share)
+
+
+def sees_window(model: ModelConfig, layer: int) -> bool:
+    return model.layer_types is None or model.layer_types[layer] == "sliding_attention"
+
+
+def attention(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelConfig, layer: int = 0) -> Tensor:
     batch, length, _ = x.shape
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads or heads
     q, k, v = (linear(x, w, f"{name}.{part}") for part in ("query", "key", "value"))
     q, k, v = (y.view(batch, length, n, -1).transpose(1, 2) for y, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-    if model.family == Family.llama:
-        q, k = rotate(q, positions_BS, model.rope_theta), rotate(k, positions_BS, model.rope_theta)
+    if model.family == Family.qwen3:
+        q, k = norm(q, w, f"{name}.query_norm", model), norm(k, w, f"{name}.key_norm", model)
+    turned = rotated_elements(model, q.shape[-1])
+    q, k = (torch.cat([rotate(y[..., :turned], positions_BS, model.rope_theta), y[..., turned:]], -1) for y in (q, k))
     k, v = (y.repeat_interleave(heads // kv_heads, dim=1) for y in (k, v))
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     document = (positions_BS == 0).cumsum(1)
     index = torch.arange(length)
     visible = (index[None, :] <= index[:, None]) & (document[:, :, None] == document[:, None, :])
+    if model.sliding_window is not None and sees_window(model, layer):
+        visible &= index[:, None] - index[None, :] < model.sliding_window
     out = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1) @ v
     return linear(out.transpose(1, 2).reshape(batch, length, -1), w, f"{name}.out")
 
 
+def activation(y: Tensor, model: ModelConfig) -> Tensor:
+    chosen = getattr(model.activation, "value", "gelu" if model.family == Family.gpt_neox else "gelu_tanh")
+    if chosen == "gelu":
+        return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+    if chosen == "relu":
+        return y.clamp(min=0)
+    if chosen == "silu":
+        return y / (1 + (-y).exp())
+    return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y.pow(3))))
+
+
 def mlp(x: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
-    if model.family == Family.llama:
+    if model.family not in (Family.gpt2, Family.gpt_neox):
         gate = linear(x, w, f"{name}.gate")
         return linear(gate / (1 + (-gate).exp()) * linear(x, w, f"{name}.up"), w, f"{name}.down")
-    y = linear(x, w, f"{name}.up")
-    gelu = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y.pow(3))))
-    return linear(gelu, w, f"{name}.down")
+    return linear(activation(linear(x, w, f"{name}.up"), model), w, f"{name}.down")
 
 
-def block(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
-    x = x + attention(norm(x, w, f"{name}.attention_norm", model), positions_BS, w, f"{name}.attention", model)
-    return x + mlp(norm(x, w, f"{name}.mlp_norm", model), w, f"{name}.mlp", model)
+def block(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelConfig, layer: int = 0) -> Tensor:
+    seen = norm(x, w, f"{name}.attention_norm", model)
+    added = x + attention(seen, positions_BS, w, f"{name}.attention", model, layer)
+    parallel = model.family == Family.gpt_neox and model.parallel_residual is not False
+    return added + mlp(norm(x if parallel else added, w, f"{name}.mlp_norm", model), w, f"{name}.mlp", model)
 
 
 def transformer(tokens_BS: Tensor, positions_BS: Tensor, w: Weights, model: ModelConfig) -> Tensor:
@@ -114,7 +141,7 @@ def transformer(tokens_BS: Tensor, positions_BS: Tensor, w: Weights, model: Mode
     if model.family == Family.gpt2:
         x = x + w["embedding.position_embeddings.weight"][positions_BS]
     for index in range(model.num_layers):
-        x = block(x, positions_BS, w, f"blocks.{index}", model)
+        x = block(x, positions_BS, w, f"blocks.{index}", model, index)
     head = "embedding.word_embeddings" if model.tie_word_embeddings else "head"
     return norm(x, w, "final_norm", model) @ w[f"{head}.weight"].t()
 

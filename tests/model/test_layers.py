@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import Family, ModelConfig
-from model.attention import AttentionContext, attention_context, document_mask, document_starts
+from model.attention import attention_context, document_starts, key_mask, lowest_keys
 from model.blocked_attention import blocked_attention, plan_blocks
 from model.huggingface import load_canonical
 from model.layers import LayerSpec, Transformer, build_layer_specs, run_layers
@@ -68,20 +68,35 @@ def test_the_gradient_of_one_document_does_not_reach_another() -> None:
     assert not embedding.grad[:5].any() and embedding.grad[20:27].any()  # type: ignore[union-attr, index]
 
 
-def context_of(positions: Tensor, *, blocked: bool) -> AttentionContext:
-    return attention_context(
-        positions.shape[1], positions, rotary=None, blocked=blocked, device=positions.device, dtype=torch.float32
-    )
+def mask_of(positions: Tensor, *, window: int | None = None) -> Tensor | None:
+    context = attention_context(
+        positions.shape[1], positions, windows=(window,), rotary=None, blocked=False, device=positions.device,
+        dtype=torch.float32,
+    )  # fmt: skip
+    return context.seen(window, positions.shape[1]).mask
 
 
 def test_the_mask_is_left_out_exactly_where_every_sample_is_one_document() -> None:
-    assert context_of(packed_positions([[8], [8]]), blocked=False).mask is None
-    mask = context_of(packed_positions([[8], [3, 5]]), blocked=False).mask
+    assert mask_of(packed_positions([[8], [8]])) is None
+    mask = mask_of(packed_positions([[8], [3, 5]]))
     assert mask is not None and mask.shape == (2, 1, 8, 8)
     # a sample that starts in the middle of a document
-    mask = context_of(torch.tensor([[4, 5, 6, 0, 1]]), blocked=False).mask
+    mask = mask_of(torch.tensor([[4, 5, 6, 0, 1]]))
     assert mask is not None
     assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
+
+
+def test_a_window_hides_what_lies_before_it_beside_other_documents() -> None:
+    assert mask_of(packed_positions([[8], [8]]), window=8) is None  # it hides nothing
+    mask = mask_of(packed_positions([[5]]), window=2)
+    assert mask is not None and mask.shape == (1, 1, 5, 5)
+    assert (mask[0, 0] == 0).int().tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 1, 1],
+    ]  # fmt: skip
+    mask = mask_of(packed_positions([[5], [3, 2]]), window=3)
+    assert mask is not None and (mask[1, 0] == 0).int().tolist() == [
         [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1],
     ]  # fmt: skip
 
@@ -165,20 +180,21 @@ def test_a_model_on_the_meta_device_allocates_and_draws_nothing() -> None:
 @pytest.mark.parametrize(
     "scaling, message",
     [
-        ({"rope_type": "yarn", "factor": 2.0}, "rope_type=yarn"),
+        ({"rope_type": "longrope", "factor": 2.0}, "rope_type=longrope"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({"rope_type": "linear", "factor": 8.0, "alpha": 1}, "alpha is no key of rope_type=linear"),
     ],
 )
 def test_unknown_rope_scaling_is_refused_by_name(scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        inverse_frequencies(16, theta=10000.0, scaling=scaling)
+        inverse_frequencies(16, theta=10000.0, scaling=scaling, max_positions=32)
 
 
 def test_bf16_rounds_no_rotary_frequency() -> None:
     network = transformer(small_model(max_position_embeddings=4096)).bfloat16()
     block: Any = network.layers["blocks_0"]
     cos, _ = block.rotary.tables(4096, device=torch.device("cpu"), dtype=torch.float32)
-    angle = 4095 * inverse_frequencies(16, theta=10000.0, scaling=None).double()
+    angle = 4095 * inverse_frequencies(16, theta=10000.0, scaling=None, max_positions=4096)[0].double()
     torch.testing.assert_close(cos[-1].double(), angle.cos(), rtol=0, atol=1e-3)  # fp32 angle 4095: 2.4e-4
 
 
@@ -192,17 +208,21 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_blocked_attention_equals_scaled_dot_product_attention(lengths: list[list[int]], kv_heads: int) -> None:
+@pytest.mark.parametrize("kv_heads, window", [(4, None), (2, None), (1, None), (2, 1), (4, 40), (1, 100)])
+def test_blocked_attention_equals_scaled_dot_product_attention(
+    lengths: list[list[int]], kv_heads: int, window: int | None
+) -> None:
     positions = packed_positions(lengths)
     batch, length = positions.shape
     generator = torch.Generator().manual_seed(1)
     shapes = [(batch, heads, length, 8) for heads in (4, kv_heads, kv_heads)] + [(batch, length, 4, 8)]
     *qkv, upstream = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     starts = document_starts(positions)
+    lowest = lowest_keys(length, starts, window, always=False, device=positions.device)
+    assert lowest is not None
     ours, theirs = ([x.clone().requires_grad_() for x in qkv] for _ in range(2))
-    blocks = plan_blocks(length, starts, dtype=torch.float64)
-    mask = document_mask(starts, dtype=torch.float64)
+    blocks = plan_blocks(length, lowest, dtype=torch.float64)
+    mask = key_mask(lowest, dtype=torch.float64)
     out = blocked_attention(*ours, blocks=blocks)
     expected = F.scaled_dot_product_attention(*theirs, attn_mask=mask, enable_gqa=True).transpose(1, 2)
     out.backward(upstream)
@@ -217,3 +237,9 @@ def test_blocked_attention_computes_no_block_of_keys_before_the_documents_start(
     blocks = plan_blocks(256, document_starts(packed_positions([[130, 126], [128, 128]])), dtype=torch.float32)
     assert [(block.low, block.last) for block in blocks] == [(0, 64), (0, 128), (0, 192), (128, 256)]
     assert [block.mask.shape[-1] for block in blocks] == [64, 64, 192, 128]
+
+
+def test_blocked_attention_computes_no_block_of_keys_before_the_window() -> None:
+    lowest = lowest_keys(256, None, 70, always=True, device=torch.device("cpu"))
+    blocks = plan_blocks(256, lowest, dtype=torch.float32)
+    assert [(block.low, block.last) for block in blocks] == [(0, 64), (0, 128), (59, 192), (123, 256)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conf.schema import Family, ModelConfig
+from conf.schema import Activation, Family, ModelConfig
 from model.attention import Attention
 from model.block import Block
 from model.embedding import Embedding
@@ -110,7 +110,7 @@ def test_row_parallel_linear_is_linear(n: int, sp: bool, bias: bool) -> None:
 @pytest.mark.parametrize("n, sp", PLANS)
 @pytest.mark.parametrize("family", Family)
 def test_norm_under_sequence_parallelism_sums_weight_gradients(n: int, sp: bool, family: Family) -> None:
-    kind = LayerNorm if family == Family.gpt2 else RMSNorm
+    kind = LayerNorm if family in (Family.gpt2, Family.gpt_neox) else RMSNorm
 
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
         return kind(12, epsilon=1e-5, name="n", tensor=tensor, sequence_parallel=sp)
@@ -170,14 +170,17 @@ def layer_arguments(model: ModelConfig, tensor: AxisGroup, sp: bool, recompute_c
 
 def rotary_of(model: ModelConfig) -> Rotary | None:
     shape = sizes(model)
-    return Rotary(shape.head_dim, theta=model.rope_theta, scaling=None) if shape.rotary else None
+    size = shape.rotary_dim
+    return Rotary(size, theta=model.rope_theta, scaling=None, max_positions=32) if shape.parts.rotary else None
 
 
 @pytest.mark.parametrize("n, sp", PLANS)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("family", Family)
 def test_attention_is_softmax_over_the_document_so_far(n: int, sp: bool, kv_heads: int, family: Family) -> None:
-    model = small_model(family=family, num_key_value_heads=kv_heads, head_dim=12)  # 4 heads of 12: not hidden_size
+    fraction = 0.5 if family is Family.gpt_neox else None
+    # 4 heads of 12: not hidden_size
+    model = small_model(family=family, num_key_value_heads=kv_heads, head_dim=12, rotary_fraction=fraction)
 
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
         block = Block(model, name="b", rotary=rotary_of(model), **layer_arguments(model, tensor, sp))
@@ -187,10 +190,17 @@ def test_attention_is_softmax_over_the_document_so_far(n: int, sp: bool, kv_head
     check_layer(n, sp, build, lambda x, w: reference.attention(x, POSITIONS, w, "a", model), inputs(2, 16, 64), "ss")
 
 
+CHOICES: list[dict[str, Any]] = [dict(family=family) for family in Family] + [
+    dict(family=Family.mistral, sliding_window=4),
+    dict(family=Family.qwen3, sliding_window=3, layer_types=["sliding_attention"] * 2, num_key_value_heads=1),
+    dict(family=Family.gpt_neox, parallel_residual=False, activation=Activation.relu),
+]
+
+
 @pytest.mark.parametrize("n, sp", PLANS)
-@pytest.mark.parametrize("family", Family)
-def test_block_is_the_formula(n: int, sp: bool, family: Family) -> None:
-    model = small_model(family=family)
+@pytest.mark.parametrize("choices", CHOICES, ids=lambda choices: "-".join(map(str, choices.values())))
+def test_block_is_the_formula(n: int, sp: bool, choices: dict[str, Any]) -> None:
+    model = small_model(**choices)
 
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
         block = Block(model, name="b", rotary=rotary_of(model), **layer_arguments(model, tensor, sp))

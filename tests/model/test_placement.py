@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conf.schema import Family
-from model.huggingface import stored_tensors, to_huggingface_state
+from model.huggingface import to_huggingface_state
+from model.huggingface_names import head_name, stored_tensors
 from model.placement import boxes
 from model.tensor_parallel.parameter import to_canonical
 from parallel.groups import AxisGroup
@@ -27,7 +28,7 @@ def stored_whole(model, padded: int) -> dict[str, torch.Tensor]:
         canonical |= to_canonical(parameter.detach(), parameter.info)
     state = to_huggingface_state(canonical, model)
     if model.tie_word_embeddings:
-        del state["lm_head.weight"]
+        del state[head_name(model)]
     return state
 
 

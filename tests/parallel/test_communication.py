@@ -16,8 +16,8 @@ from engine import zero
 from parallel import data_axis
 from parallel.collective import Collective
 from parallel.communication import ledger
-from parallel.memory import stage_parameters
 from parallel.plan import ParallelPlan
+from parallel.stage_values import stage_parameters
 from tests.engine.cases import tiny_config
 from tests.engine.on_ranks import one_step, open_trainer
 from tests.parallel.configs import gpt

@@ -25,10 +25,11 @@ from conf.schema import (
     ZeroConfig,
 )
 from parallel.ledger import Ledger
-from parallel.memory import predict, stage_parameters, worst
+from parallel.memory import predict, worst
 from parallel.plan import ParallelPlan, padded_vocab_size
 from parallel.published.nanotron import GIB, TIED_BELOW, allocated_in_step, blocks_per_stage, reserved_bytes
 from parallel.published.rows import RUNS
+from parallel.stage_values import stage_parameters
 from parallel.stages import boundaries
 
 with RUNS.open(newline="") as _file:

@@ -6,21 +6,23 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, PipeSchedule, TrainSchedule
 
-from conf.schema import Config, DType, Family, Recompute
+from conf.schema import Activation, Config, DType, Family, Recompute
 from model.layers import build_layer_specs, run_layers
 from model.tensor_parallel.random import RandomStreams
 from parallel.activations import block_bytes, blocks_bytes, micro_batch
 from parallel.groups import SINGLE
 from parallel.ledger import Ledger
-from parallel.memory import predict, stage_parameters, worst
+from parallel.memory import predict, worst
 from parallel.plan import ParallelPlan
 from parallel.sizes import parameter_count
+from parallel.stage_values import stage_parameters
 from parallel.states import block_tensors, in_flight, state_bytes
 from tests.parallel.configs import changed, gpt, tiny
 
@@ -197,10 +199,32 @@ def test_a_block_keeps_what_autograd_really_saves(family, dtype, dropout, recomp
     config.precision.dtype = dtype
     config.model.family = family
     config.model.hidden_dropout = config.model.attention_dropout = dropout
-    if family is Family.gpt2:
+    if family in (Family.gpt2, Family.gpt_neox):
         config.model.num_key_value_heads = None
     kept = micro_batch(config, padded_vocab_size=256, device="cpu")
     seen = kept.tables if recompute is Recompute.none else 0  # a checkpoint holds them by its closure
+    assert blocks_bytes(config, 1, device="cpu") + seen == kept_by_autograd(config)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.none, Recompute.selective])
+@pytest.mark.parametrize("dtype", [DType.fp32, DType.bf16])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        dict(family=Family.gpt2, num_key_value_heads=None, activation=Activation.relu),
+        dict(family=Family.gpt_neox, num_key_value_heads=None, parallel_residual=False, activation=Activation.silu),
+        dict(family=Family.gpt_neox, num_key_value_heads=None, rotary_fraction=0.5, attention_bias=False),
+        dict(attention_bias=True, mlp_bias=True),
+        dict(family=Family.qwen3, head_dim=24, attention_bias=True),
+    ],
+    ids=lambda choices: "-".join(map(str, choices.values())),
+)
+def test_a_block_of_other_parts_keeps_what_autograd_really_saves(choices, dtype, recompute):
+    config = changed(tiny(train__micro_batch_size=2, data__sequence_length=128), parallel__recompute=recompute.value)
+    config.precision.dtype = dtype
+    config.model = replace(config.model, **choices)
+    kept = micro_batch(config, padded_vocab_size=256, device="cpu")
+    seen = kept.tables if recompute is Recompute.none else 0
     assert blocks_bytes(config, 1, device="cpu") + seen == kept_by_autograd(config)
 
 

@@ -156,6 +156,8 @@ def test_every_shipped_profile_has_its_record_and_this_planner_predicts_the_same
     assert record["profile"]["hash"] == profile_hash(parallel) == profile_hash(config_of(record).parallel)
     assert (record["profile"]["name"], record["profile"]["version"]) == (name, parallel.version)
     again = renewed(record, git_commit=None)
+    # A knob of the model that is null is the family's own; a record made before there was such a knob does not name it.
+    record["conditions"]["model"] = dict.fromkeys(again["conditions"]["model"]) | record["conditions"]["model"]
     for part in ("conditions", "predicted"):
         assert again[part] == record[part], f"the planner changed ({part}): python -m parallel.profile COMMIT"
 

@@ -1,0 +1,22 @@
+"""The corpus of a config, whatever its rows hold: text (prepare.py) or conversations (prepare_conversations.py)."""
+
+from __future__ import annotations
+
+from conf.schema import DataConfig, DataFormat
+from corpus.cache import Progress
+from corpus.prepare import PreparedCorpus, prepare
+
+
+def prepare_corpus(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
+    """Prepared once, then mapped. ValueError: see `prepare`; and knobs that this format does not know."""
+    if data.format is DataFormat.conversations:
+        from corpus.prepare_conversations import prepare_conversations  # transformers: seconds that text does without
+
+        return prepare_conversations(data, vocab_size=vocab_size, seed=seed, progress=progress)
+    for knob, is_set in (
+        ("chat_template", data.chat_template is not None), ("packing", not data.packing),
+        ("validation_sources", bool(data.validation_sources)),
+    ):  # fmt: skip
+        if is_set:
+            raise ValueError(f"data.{knob} is for conversations, but data.format=text; set data=chat, or leave it out")
+    return prepare(data, vocab_size=vocab_size, seed=seed, progress=progress)
