@@ -297,5 +297,4 @@ def _load(
         load(checkpoints, folder)
     except ValueError as error:  # DamagedError too
         raise StopRun(f"{knob}: {error}") from None
-    what = "adapters" if knob.startswith("lora") else "weights"
-    timeline.add("weights", step=0, message=f"{what} from {folder}; optimizer and step counter start anew")
+    timeline.add("weights", step=0, message=f"{knob} from {folder}; optimizer and step counter start anew")
