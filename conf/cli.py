@@ -119,7 +119,7 @@ def world() -> tuple[int, int]:
     found = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
-        if not text.isdigit():
+        if not text.isdecimal():
             raise ConfigError([f"{name}={text!r} is not a number; start through deepspeed or torchrun, or unset it"])
         found.append(int(text))
     rank, size = found
@@ -258,7 +258,7 @@ def _sweep() -> int:
 def refuse(problems: Sequence[str]) -> int:
     """Print on rank 0. The other ranks wait for it: a launcher ends all ranks when the first one leaves."""
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    outside = not (rank.isdigit() and size.isdigit() and int(rank) < int(size))  # no rank 0 may ever see this
+    outside = not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size))  # no rank 0 may ever see this
     if outside or rank == "0":
         print("\n".join(f"error: {line}" for line in problems), file=sys.stderr, flush=True)
     else:

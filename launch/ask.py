@@ -62,6 +62,7 @@ def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[An
         for number, host in enumerate(hosts)
     }  # fmt: skip
     answers = told(ssh, "look", orders)
+    refuse_twice({answer.host: answer.values["machine"] for answer in answers})
     first = answers[0]
     if address is not None:
         check_address(address, first.values["addresses"], first.host)
@@ -69,6 +70,14 @@ def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[An
     meeting = {"address": master, "port": port, "seconds": REACH_S}
     told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
     return answers, master, str(port)
+
+
+def refuse_twice(machines: Mapping[str, str]) -> None:
+    """ConfigError where two of the hosts are one. machines: what tells one from another, by host."""
+    seen: dict[str, str] = {}
+    for host, one in machines.items():
+        if seen.setdefault(one, host) != host:
+            raise ConfigError([f"host {host}: it is {seen[one]} under another name; give all its slots in one line"])
 
 
 def check_address(address: str, interfaces: Mapping[str, Sequence[str]], host: str) -> None:

@@ -29,7 +29,7 @@ from launch import environment, openmpi, restarts, watch
 from launch.ask import Asked, ask_hosts, who_answers
 from launch.remote import ROOT, Answer, Ssh, ssh_options
 from launch.replan import Planned, ranks
-from launch.request import Request, check_given, choose_hosts, composed, parse, require_plan
+from launch.request import Request, check_given, composed, enough_hosts, parse, require_plan
 from launch.restarts import Policy, first_hosts, pick
 from launch.watch import LOST_AFTER_S, Ended, Job
 
@@ -47,7 +47,6 @@ class Options:
     """Those that only this launcher has."""
 
     preflight: bool
-    hosts: int | None  # to use of the hostfile's; None: all
     restarts: int
     replan: bool
     lost_after_s: float
@@ -56,29 +55,16 @@ class Options:
 
 def options_of(given: Mapping[str, str]) -> Options:
     """Raises ConfigError."""
-    count, restarts, lost = given.get("hosts"), given.get("r", "0"), given.get("lost-after", f"{LOST_AFTER_S:g}")
-    if count is not None and not (count.isdigit() and int(count) > 0):
-        raise ConfigError([f"--hosts {count} is not a number of hosts; give 1 or more"])
-    if not restarts.isdigit():
+    restarts, lost = given.get("r", "0"), given.get("lost-after", f"{LOST_AFTER_S:g}")
+    if not restarts.isdecimal():
         raise ConfigError([f"-r {restarts} is not a number of restarts; give 0 or more"])
     if not (re.fullmatch(r"\d+(\.\d+)?", lost) and float(lost) >= LEAST_S):
         raise ConfigError([f"--lost-after {lost} is not a time in seconds; give {LEAST_S:g} or more"])
     launcher = given.get("launcher", "pdsh")
     if launcher not in LAUNCHERS:
         raise ConfigError([f"--launcher {launcher} is not offered; use {' or '.join(LAUNCHERS)}"])
-    number = None if count is None else int(count)
     replan, mpi = "no-replan" not in given, launcher == "openmpi"
-    return Options("preflight" in given, number, int(restarts), replan, float(lost), mpi)
-
-
-def enough_hosts(request: Request, options: Options) -> hostfile.Slots:
-    """What the hostfile and the filters give. ConfigError where these are fewer than are wanted."""
-    hosts = choose_hosts(request)
-    if options.hosts is not None and options.hosts > len(hosts):
-        raise ConfigError(
-            [f"--hosts {options.hosts} but there are {len(hosts)} ({', '.join(hosts)}); give at most that"]
-        )
-    return hosts
+    return Options("preflight" in given, int(restarts), replan, float(lost), mpi)
 
 
 def command_of(request: Request, hosts: hostfile.Slots, *, master: str, port: str, launch: str) -> list[str]:
@@ -121,15 +107,14 @@ def variables(
 
 
 def launch_run(request: Request, options: Options) -> int:
-    config, hosts = composed(request.overrides), enough_hosts(request, options)
+    config, (hosts, count) = composed(request.overrides), enough_hosts(request)
     check_given()
     say_that_a_mask_stays()
     ssh = Ssh(ssh_options(request.ssh_port, lost_after_s=options.lost_after_s))
     launch = secrets.token_hex(4)
-    count = options.hosts or len(hosts)
     first = pick(hosts, answering=list(hosts), count=count, failures={})
     if os.environ.get("DRY_RUN", "0") == "1":
-        require_plan(config, first)
+        require_plan(request.recipe, config, first)
         master = os.environ.get("MASTER_ADDR", f"ADDRESS_OF_{next(iter(first))}")
         port = os.environ.get("MASTER_PORT", "FREE")
         show(request, options, first, request.overrides, ssh, master=master, port=port, launch=launch)
@@ -153,12 +138,12 @@ def launch_run(request: Request, options: Options) -> int:
         return job, watch.run(job, values)
 
     def ask() -> Asked:
-        hosts = enough_hosts(request, options)  # the hostfile is read again
+        hosts, _ = enough_hosts(request)  # the hostfile is read again
         return who_answers(hosts, ssh, interface=request.interface)
 
     if count < len(hosts):
         first = first_hosts(ask(), count)
-    require_plan(config, first)
+    require_plan(request.recipe, config, first)
     policy = Policy(count, options.restarts, options.replan, request.overrides)
     return restarts.run(config, first, policy, ask=ask, start=start)
 
@@ -187,12 +172,19 @@ def say_that_a_mask_stays() -> None:
 
 
 def preflight(request: Request) -> int:
-    """Its exit code. With the hosts of the request, whatever of them will be used."""
+    """Its exit code. All hosts are checked, spares too."""
     named = {"-i": request.include, "-e": request.exclude, "-p": request.ssh_port, "--interface": request.interface}
+    named["--hosts"] = request.more.get("hosts")
     words = [word for name, value in named.items() if value for word in (name, value)]
     script = str(ROOT / "launch" / "preflight.sh")
     command = [script, str(request.hostfile), *words, str(request.recipe), *request.overrides]
-    return subprocess.run(command).returncode
+    started = subprocess.Popen(command)
+    try:
+        return started.wait()
+    except BaseException:  # asked to end: so is it, which takes away first what it left on the hosts
+        started.send_signal(signal.SIGTERM)
+        started.wait()
+        raise
 
 
 def main() -> int:
@@ -211,7 +203,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # While nothing runs there is nothing to save, and a preflight that runs ends with this process.
+    # While nothing runs there is nothing to save, and a preflight that runs is asked to end.
     signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     sys.exit(main())

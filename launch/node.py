@@ -73,9 +73,9 @@ def parse(argv: Sequence[str]) -> Node:
     number, wait = request.more.get("node_rank"), request.more.get("wait", DEFAULT_WAIT_S)
     if request.ssh_port is not None:
         raise ConfigError([f"-p {request.ssh_port}: no ssh is used here; leave it out"])
-    if number is not None and not number.isdigit():
+    if number is not None and not number.isdecimal():
         raise ConfigError([f"--node_rank {number} is not a number; give the host's line in the hostfile, from 0"])
-    if not wait.isdigit():
+    if not wait.isdecimal():
         raise ConfigError([f"--wait {wait} is not a number of seconds"])
     return Node(request, None if number is None else int(number), float(wait))
 
@@ -150,7 +150,7 @@ def launch_part(node: Node) -> int:
     check_started_once()
     request = node.request
     hosts = choose_hosts(request)
-    require_plan(composed(request.overrides), hosts)
+    require_plan(request.recipe, composed(request.overrides), hosts)
     check_given()
     number, names = which(node, hosts), list(hosts)
     given, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", DEFAULT_PORT)

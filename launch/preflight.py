@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,17 +23,17 @@ from launch import allocation
 from launch.preflight_asking import VERBS, Preflight, Transport
 from launch.preflight_table import as_json, text
 from launch.remote import Ssh, ssh_options
-from launch.request import Request, check_given, choose_hosts, composed, require_plan
+from launch.request import Request, check_given, composed, enough_hosts, require_plan
 from launch.request import parse as parse_request
 from launch.watch import LOST_AFTER_S
-from parallel import rules
 
-MORE = ("quick", "json=")
+MORE = ("quick", "json=", "hosts=")
 USAGE = (
-    "usage: launch/preflight.sh HOSTFILE|--slurm [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--quick] "
-    "[--json FILE] RECIPE OVERRIDES..."
+    "usage: launch/preflight.sh HOSTFILE|--slurm [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] "
+    "[--hosts N] [--quick] [--json FILE] RECIPE OVERRIDES..."
 )
 SCRIPT = "check_host.py"
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -44,14 +45,14 @@ def parse(argv: Sequence[str]) -> Request:
     return request
 
 
-def choose(request: Request) -> tuple[hostfile.Slots, str]:
-    """The hosts, and the dtype that ranks compute in. ConfigError where the plan cannot be, whatever the hosts are."""
-    hosts, config = choose_hosts(request), composed(request.overrides)
-    require_plan(config, hosts)
-    problems = rules.problems(config, world_size=ranks(hosts), device=None)
-    if problems:
-        raise ConfigError(problems)
-    return hosts, config.precision.dtype.value
+def choose(request: Request) -> tuple[hostfile.Slots, hostfile.Slots, str]:
+    """All hosts, those of them that a run begins on, and the dtype that ranks compute in. ConfigError where the plan
+    cannot be, whatever the hosts are.
+    """
+    config, (hosts, count) = composed(request.overrides), enough_hosts(request)
+    first = dict(list(hosts.items())[:count])
+    require_plan(request.recipe, config, first)
+    return hosts, first, config.precision.dtype.value
 
 
 def ranks(hosts: hostfile.Slots) -> int:
@@ -59,14 +60,16 @@ def ranks(hosts: hostfile.Slots) -> int:
 
 
 def check(request: Request, transport: Transport) -> int:
-    hosts, dtype = choose(request)
+    hosts, first, dtype = choose(request)
     check_given()
     verbs = [verb for verb in VERBS if verb != "rates" or "quick" not in request.more]
-    print(f"{ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *request.overrides])}")
+    spares = f" (spares: {', '.join(list(hosts)[len(first) :])})" if len(first) < len(hosts) else ""
+    words = shlex.join([str(request.recipe), *request.overrides])
+    print(f"{ranks(first)} ranks on {', '.join(first)}{spares}, each: {words}")
     print(f"{shlex.join(transport.command('HOST', 'VERB'))} for {', '.join(verbs)}", flush=True)
     if os.environ.get("DRY_RUN", "0") == "1":
         return 0
-    rows = Preflight(request, hosts, transport, dtype=dtype, rates="rates" in verbs).rows()
+    rows = Preflight(request, hosts, first, transport, dtype=dtype, rates="rates" in verbs).rows()
     print(f"\n{text(rows, colours=sys.stdout.isatty())}", flush=True)
     target = request.more.get("json")
     if target is not None:
@@ -93,5 +96,15 @@ def main() -> int:
         return 130
 
 
+def stop(number: int, frame: object) -> None:
+    """Once; what is left on hosts is taken away, so that more of them change nothing."""
+    for one in STOPS:
+        signal.signal(one, lambda number, frame: None)
+    print("launch/preflight.sh: it ends when the hosts have answered what they were asked", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for one in STOPS:
+        signal.signal(one, stop)
     sys.exit(main())

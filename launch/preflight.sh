@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Check every host of a run before it starts, all at once; launch/multinode.sh --preflight does so and then starts:
 #
-#     launch/preflight.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES...
+#     launch/preflight.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--hosts N] RECIPE OVERRIDES...
 #     launch/preflight.sh --slurm RECIPE OVERRIDES...         inside an allocation: its hosts, through srun
 #
-# HOSTFILE, -i, -e, -p, --interface, MASTER_ADDR, MASTER_PORT and the environment mean what they do for
+# HOSTFILE, -i, -e, -p, --interface, --hosts, MASTER_ADDR, MASTER_PORT and the environment mean what they do for
 # launch/multinode.sh. Also: --quick leaves out the rates, which take most of the time; --json FILE writes what was found
 # for machines. DRY_RUN=1 prints what would be asked, asks no host anything, and stops.
 #

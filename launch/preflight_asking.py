@@ -43,10 +43,13 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Preflight:
-    """Of one run. hosts: all that it is to have; rates: whether they are measured."""
+    """Of one run. hosts: all that are checked; first: those of them that its plan is for, the others are spares;
+    rates: whether they are measured.
+    """
 
     request: Request
     hosts: Slots
+    first: Slots
     transport: Transport
     dtype: str
     rates: bool
@@ -60,7 +63,9 @@ class Preflight:
         rows = [self._row("reachable", dict.fromkeys(facts, good()) | _red(lost, "ssh HOST true must work from here"))]
         if not facts:
             return rows
-        ranks = ranks_of(self.hosts)
+        ranks = ranks_of(self.first)
+        most = max(ranks.values(), key=len)  # a spare may take the place of any
+        ranks |= {host: most[: len(slots)] for host, slots in self.hosts.items() if host not in ranks}
         views, refused = self._ask("view", {host: about | {"ranks": ranks[host]} for host in facts})
         red_view = _red(refused, "look at the message; recipes/plan.py says which plans would do")
         devices = preflight_machine.devices(facts, views, self.hosts)
@@ -90,7 +95,7 @@ class Preflight:
 
     @property
     def _world_size(self) -> int:
-        return sum(map(len, self.hosts.values()))
+        return sum(map(len, self.first.values()))
 
     def _environ(self, interface: str | None) -> dict[str, str]:
         """Of a rank on a host that meets the others over that interface, as launch/multinode.py gives it."""

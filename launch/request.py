@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import getopt
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ from conf.cli import compose_config, parse_flags
 from conf.load import ConfigError, range_problems
 from conf.schema import Config
 from launch.remote import ROOT
+from parallel import rules
 
+TRAINING = ("pretrain.py",)  # recipes whose config must fit the ranks; others decide for themselves
 SHORT = {"-i": "include", "-e": "exclude", "-p": "ssh_port"}
 
 
@@ -49,8 +52,11 @@ def parse(argv: Sequence[str], *, usage: str, short: str = "", more: Sequence[st
     if not words:
         raise ConfigError([usage])
     given = {SHORT.get(name, name.lstrip("-")): value for name, value in [*before, *after]}
+    for name in ("include", "exclude", "interface"):
+        if given.get(name) == "":  # as of an unset variable, which did not mean all hosts, or any network
+            raise ConfigError([f"--{name} is empty; give it a value, or leave it out"])
     port = given.pop("ssh_port", None)
-    if port is not None and not (port.isdigit() and 0 < int(port) < 65536):
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError([f"-p {port} is not a port; give 1 to 65535"])
     overrides = list(words[1:])
     if not any(word.startswith("resume=") for word in overrides):
@@ -59,6 +65,14 @@ def parse(argv: Sequence[str], *, usage: str, short: str = "", more: Sequence[st
         Path(rest[0]).absolute(), given.pop("include", ""), given.pop("exclude", ""), port,
         given.pop("interface", None), find_recipe(words[0]), tuple(overrides), given,
     )  # fmt: skip
+
+
+def split(option: str, text: str) -> tuple[str, ...]:
+    """The words of an option's value, as a shell splits them. Raises ConfigError."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError([f"{option} {text}: {error}; close its quotes"]) from None
 
 
 def find_recipe(name: str) -> Path:
@@ -74,6 +88,18 @@ def choose_hosts(request: Request) -> hostfile.Slots:
     return hostfile.chosen(hostfile.read(request.hostfile), include=request.include, exclude=request.exclude)
 
 
+def enough_hosts(request: Request) -> tuple[hostfile.Slots, int]:
+    """What the hostfile and the filters give, and how many of them a run takes (--hosts). Raises ConfigError."""
+    hosts, count = choose_hosts(request), request.more.get("hosts")
+    if count is None:
+        return hosts, len(hosts)
+    if not (count.isdecimal() and int(count) > 0):
+        raise ConfigError([f"--hosts {count} is not a number of hosts; give 1 or more"])
+    if int(count) > len(hosts):
+        raise ConfigError([f"--hosts {count} but there are {len(hosts)} ({', '.join(hosts)}); give at most that"])
+    return hosts, int(count)
+
+
 def composed(overrides: Sequence[str]) -> Config:
     """The configuration of these words, every knob within its range. Raises ConfigError."""
     flags = parse_flags(overrides)
@@ -84,17 +110,20 @@ def composed(overrides: Sequence[str]) -> Config:
     return config
 
 
-def require_plan(config: Config, hosts: hostfile.Slots) -> None:
+def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
     """ConfigError where the configured plan cannot use these slots."""
     problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
-    if problem is not None:
-        raise ConfigError([problem])
+    problems = [] if problem is None else [problem]
+    if problem is None and recipe.name in TRAINING:
+        problems = rules.problems(config, world_size=sum(map(len, hosts.values())), device=None)
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_given() -> None:
     """MASTER_ADDR and MASTER_PORT, where the caller's environment has them."""
     if os.environ.get("MASTER_ADDR") == "":
         raise ConfigError(["MASTER_ADDR is empty; give an address of the first host, or unset it"])
-    port = os.environ.get("MASTER_PORT", "0")
-    if not (port.isdigit() and int(port) < 65536):
+    port = os.environ.get("MASTER_PORT")
+    if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError([f"MASTER_PORT={port} is not a port; give 1 to 65535, or unset it"])

@@ -31,7 +31,7 @@ from conf import ranks
 from conf.cli import compose_config, parse_flags
 from conf.load import ConfigError, range_problems
 from launch.remote import ROOT
-from launch.request import find_recipe
+from launch.request import TRAINING, find_recipe, split
 from launch.slurm_layout import layout
 from launch.sweep_jobs import jobs_of
 
@@ -39,7 +39,6 @@ USAGE = (
     'usage: python launch/submit.py [--sbatch "OPTIONS"] [--interface NAME] [-m [--id SWEEP] [--array-limit JOBS]] '
     "RECIPE OVERRIDES..."
 )
-TRAINING = ("pretrain.py",)  # recipes whose config must fit the ranks; others decide for themselves
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -77,7 +76,7 @@ def parse(argv: Sequence[str]) -> Submission:
     interface = ("--interface", given["--interface"]) if "--interface" in given else ()
     recipe = find_recipe(words[0])
     own = tuple(word for word in words[1:] if word not in ("-m", "--multirun"))
-    return Submission(tuple(shlex.split(given.get("--sbatch", ""))), interface, limit, sweep, recipe, own)
+    return Submission(split("--sbatch", given.get("--sbatch", "")), interface, limit, sweep, recipe, own)
 
 
 def asked(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NoReturn
 from conf.load import ConfigError
 from conf.sweeps import Placed, devices_here, place
 from launch.remote import ROOT
+from launch.request import split
 from launch.sweep_jobs import SweepJob
 from launch.sweep_pool import Limits, Task
 from launch.sweep_record import new_sweep_id
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str], *, about: str) -> Request:
     recipe, overrides = "recipes/pretrain.py", asked.words
     if overrides and overrides[0].endswith(".py"):
         recipe, *overrides = overrides
-    launch = shlex.split(asked.launch)
+    launch = split("--launch", asked.launch)
     if not launch:
         raise ConfigError(["--launch is empty; name a launch script"])
     request = Request(
@@ -98,7 +98,7 @@ def _parser(about: str) -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number; give 1 or more")
     return int(text)
 

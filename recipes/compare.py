@@ -219,7 +219,7 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of steps; give 1 or more")
     return int(text)
 

@@ -122,3 +122,10 @@ def test_two_launches_at_once_on_the_same_hosts_do_not_meet(hosts, tmp_path):
     found = [shown(folder, 1) for folder in folders]
     assert [one["config"]["run"]["experiment"] for one in found] == ["a", "b"]
     assert found[0]["environ"]["MASTER_PORT"] != found[1]["environ"]["MASTER_PORT"]
+
+
+def test_one_host_under_two_names_is_refused(hosts, tmp_path):
+    """Each host has one part of a launch, and one environment file."""
+    (tmp_path / "twice").write_text("w0 slots=1\n10.77.0.1 slots=1\n")
+    code, output = finish(hosts[0], [MULTINODE, "twice", SHOWS, "parallel=tp1"], tmp_path, environ(hosts))
+    assert code == 2 and "host 10.77.0.1: it is w0 under another name; give all its slots in one line" in output

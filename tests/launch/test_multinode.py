@@ -53,7 +53,7 @@ def test_a_dry_run_prints_both_commands_and_asks_no_host(tmp_path):
 
 def test_options_stand_before_or_behind_the_hostfile_and_filters_name_every_slot(call):
     for words in (["-e", "w1:0", "hosts"], ["hosts", "-e", "w1:0"], ["hosts", "--exclude", "w1:0"]):
-        code, out, err = call(*words, "recipes/pretrain.py", "parallel=tp1")
+        code, out, err = call(*words, "recipes/pretrain.py", "parallel=tp1", "train.global_batch_size=9")
         assert (code, err) == (0, "") and "3 ranks on w0, w1" in out and "--include w0:0,1@w1:1" in out
 
 
@@ -62,9 +62,19 @@ def test_of_spare_hosts_the_first_are_used(call):
     assert code == 0 and "2 ranks on w0, each" in out and "--include w0:0,1 " in out
 
 
+def test_a_preflight_plans_for_the_hosts_that_are_used_and_names_the_spares(tmp_path):
+    (tmp_path / "hosts").write_text("w0 slots=2\nw1 slots=1\n")
+    done = subprocess.run(
+        [SCRIPT, "hosts", "--preflight", "--hosts", "1", "recipes/pretrain.py", "parallel=tp2"],
+        cwd=tmp_path, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on w0 (spares: w1), each: " in done.stdout and "2 ranks on w0, each: " in done.stdout
+
+
 def test_openmpi_starts_a_process_for_every_slot_in_order_and_the_command_holds_none_of_the_users_words(call):
     words = ["--launcher", "openmpi", "-e", "w0:0", "--interface", "ib0", "recipes/pretrain.py", "parallel=tp1"]
-    code, out, err = call("hosts", *words, "telemetry.wandb.tags=[a b]")
+    code, out, err = call("hosts", *words, "train.global_batch_size=9", "telemetry.wandb.tags=[a b]")
     command = out.splitlines()[1]
     assert (code, err) == (0, "") and "mpirun --map-by seq --host w0,w1,w1 -n 3 " in command
     assert " --mca oob_tcp_if_include ib0 " in command and command.endswith(" 0:w0,1:w1,1:w1")
@@ -80,6 +90,15 @@ def test_openmpi_starts_a_process_for_every_slot_in_order_and_the_command_holds_
         (["hosts", "-i", "w2", "recipes/pretrain.py"], "'w2' is not in the hostfile"),
         (["hosts", "-p", "ssh", "recipes/pretrain.py"], "-p ssh is not a port"),
         (["hosts", "-r", "often", "recipes/pretrain.py"], "-r often is not a number of restarts"),
+        (["hosts", "-r", "²", "recipes/pretrain.py"], "-r ² is not a number of restarts"),
+        (["hosts", "-p", "²", "recipes/pretrain.py"], "-p ² is not a port"),
+        (["hosts", "--hosts", "²", "recipes/pretrain.py"], "--hosts ² is not a number of hosts"),
+        (["hosts", "-i", "", "recipes/pretrain.py"], "--include is empty"),
+        (["hosts", "--interface", "", "recipes/pretrain.py"], "--interface is empty"),
+        (
+            ["hosts", "-e", "w1:0", "recipes/pretrain.py", "train.global_batch_size=8"],
+            "train.global_batch_size=8",
+        ),
         (["hosts", "--hosts", "0", "recipes/pretrain.py"], "--hosts 0 is not a number of hosts"),
         (["hosts", "--hosts", "3", "recipes/pretrain.py"], "--hosts 3 but there are 2 (w0, w1); give at most that"),
         (
@@ -104,7 +123,11 @@ def test_what_cannot_be_ends_with_code_2_and_a_line(call, arguments, line):
 
 @pytest.mark.parametrize(
     ("name", "value", "line"),
-    [("MASTER_ADDR", "", "MASTER_ADDR is empty"), ("MASTER_PORT", "x", "MASTER_PORT=x is not a port")],
+    [
+        ("MASTER_ADDR", "", "MASTER_ADDR is empty"),
+        ("MASTER_PORT", "x", "MASTER_PORT=x is not a port"),
+        ("MASTER_PORT", "0", "0 is not a port"),
+    ],
 )
 def test_a_given_address_and_port_must_be_some(call, monkeypatch, name, value, line):
     monkeypatch.setenv(name, value)

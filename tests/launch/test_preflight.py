@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from conf.hostfile import Slots
 from conf.load import ConfigError
 from conf.schema import Config
 from launch import allocation, check_host, multinode, preflight
 from launch.preflight_asking import Preflight, clock_of, first_problems, ranks_of
 from launch.preflight_table import Row
 from launch.remote import Answer
+from tests.engine.launched import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES = ("model=llama_tiny", "parallel=tp1", "resume=auto")
@@ -84,9 +87,9 @@ def found(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(check_host, "READ_S", 0.0)
 
-    def run(played: Played, *, rates: bool = True) -> dict[str, Row]:
+    def run(played: Played, *, rates: bool = True, first: Slots = HOSTS) -> dict[str, Row]:
         request = multinode.Request(Path("hosts"), "", "", None, None, ROOT / "recipes" / "pretrain.py", OVERRIDES)
-        rows = Preflight(request, HOSTS, played, dtype="fp32", rates=rates).rows()
+        rows = Preflight(request, HOSTS, first, played, dtype="fp32", rates=rates).rows()
         return {row.check: row for row in rows}
 
     return run
@@ -275,19 +278,45 @@ def test_multinode_starts_only_where_its_preflight_found_nothing(tmp_path, monke
     """And gives it its own words, wherever the option stood."""
     given: list[list[str]] = []
 
-    def played(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        given.append(command[1:])
-        return subprocess.CompletedProcess(command, of_preflight)
+    class Played:
+        def __init__(self, command: list[str]):
+            given.append(command[1:])
+
+        def wait(self) -> int:
+            return of_preflight
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("w0 slots=2\n")
     started: list[Any] = []
-    monkeypatch.setattr(multinode.subprocess, "run", played)
+    monkeypatch.setattr(multinode.subprocess, "Popen", Played)
     monkeypatch.setattr(multinode, "launch_run", lambda *request: started.append(request) or 0)
     monkeypatch.setattr("sys.argv", ["multinode.py", "-i", "w0", "-r", "1", "hosts", "--preflight", *RUN])
     assert multinode.main() == expected
     words = [str(tmp_path / "hosts"), "-i", "w0", str(ROOT / RUN[0]), *RUN[1:]]
     assert given == [words + ["resume=auto"] * ("resume=auto" not in words)] and len(started) == (of_preflight == 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_preflight_that_is_stopped_waits_for_what_it_asked_so_that_nothing_is_left(tmp_path, number):
+    (tmp_path / "hosts").write_text("w0 slots=2\n")
+    (tmp_path / "ssh").write_text("#!/bin/sh\ntouch asked; sleep 3; touch answered; exit 1\n")
+    (tmp_path / "ssh").chmod(0o755)
+    started = subprocess.Popen(
+        [ROOT / "launch" / "multinode.sh", "hosts", "--preflight", *RUN], cwd=tmp_path, stdout=subprocess.DEVNULL,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: (tmp_path / "asked").exists(), seconds=60, what="a question")
+    started.send_signal(number)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 128 + number and (tmp_path / "answered").exists()
+    assert "it ends when the hosts have answered" in said and "Traceback" not in said
+
+
+def test_the_plan_is_for_the_hosts_that_are_used_and_spares_are_asked_with_the_ranks_of_one_of_them(found):
+    played = Played()
+    rows = found(played, first={"w0": HOSTS["w0"]})
+    assert {check: row.red for check, row in rows.items() if row.red} == {}
+    assert all(hosts == ("w0", "w1") for _, hosts in played.asked)
 
 
 def test_json_is_what_the_table_says(call, found, tmp_path, monkeypatch, capsys):

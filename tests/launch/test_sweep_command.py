@@ -118,6 +118,7 @@ def test_what_cannot_be_is_told_job_by_job_and_none_starts(call, here, words, li
         ("./local.sh -n 4", [], "-n belongs to launch/sweep.py itself"),
         ("launch/multinode.sh hosts", ["--ranks", "4"], "launch/multinode.sh knows its ranks"),
         ("", [], "--launch is empty"),
+        ("./local.sh 'a", [], "--launch ./local.sh 'a: No closing quotation"),
     ],
 )
 def test_a_launch_script_that_cannot_be_is_refused(here, capfd, launch, words, line):
