@@ -19,6 +19,7 @@ from conf.huggingface import model_of, read_config
 from conf.huggingface_config import huggingface_config
 from conf.schema import Config, Family
 from corpus.batches import IGNORED, Batch
+from engine.initial_weights import load_weights
 from engine.sample import whole_vocabulary
 from engine.weights_export import export_weights, open_stored
 from engine.weights_import import import_weights
@@ -63,7 +64,7 @@ def train_from(config: Config, weights: Path, folder: Path) -> tuple[float, list
     """(the first loss, whole logits before and after training) on this rank; a checkpoint is written."""
     checkpoints, parts = open_checkpoints(config, folder)
     trainer, groups = parts[0], parts[2]
-    checkpoints.load_weights(weights)
+    load_weights(checkpoints, weights)
 
     def logits() -> list[torch.Tensor]:
         tokens = tokens_of(config)
