@@ -61,3 +61,11 @@ class PlanConfig:
     dry_run: Optional[int] = None  # build this global rank of the named plan on the meta device and count (needs torch)
     picture: Optional[str] = None  # draw the schedule of the first plan into this PNG
     trace: Optional[str] = None  # write it as a trace that ui.perfetto.dev opens
+
+
+@dataclass
+class PrepareConfig:
+    """What recipes/prepare.py writes beside the corpus that our runs read."""
+
+    megatron: Optional[str] = None  # prefix of .bin and .idx files for Megatron-LM, GPT-NeoX and NeMo; null: none
+    overwrite: bool = False  # replace such files if they are there

@@ -33,7 +33,7 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
-from conf.recipe_schema import BenchmarkConfig, PlanConfig, ProbeConfig, PromoteConfig
+from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
 
 
 @dataclass
@@ -109,12 +109,13 @@ class PrecisionConfig:
 class CorpusSource:
     """One corpus of a blend."""
 
-    path: str = "???"  # "stdlib", a file, a folder, a glob, or hf:NAME[/CONFIG]
+    path: str = "???"  # "stdlib", a file, a folder, a glob, hf:NAME[/CONFIG], or the prefix of Megatron's .bin and .idx
     weight: float = 1.0  # share of samples drawn from it, before normalisation
-    split: str = "train"  # split of a Hugging Face dataset
+    split: str = "train"  # split of a Hugging Face dataset; of Megatron data its --split, such as 969,30,1
     text_column: str = "text"  # column that holds the text
     streaming: bool = False  # Hugging Face datasets: stream instead of downloading first
     max_documents: Optional[int] = None  # read at most this many documents; null: all
+    eod_id: Optional[int] = None  # Megatron data: the id that closes a document; null: the tokenizer's
 
 
 @dataclass
@@ -286,6 +287,7 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

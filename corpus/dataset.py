@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from corpus.order import Interleave, order_key, permute
-from corpus.token_file import TokenFile
+from corpus.token_file import TokenStream, document_starts
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Dataset(Protocol):
 
 
 class SampleStream:
-    """The samples of one token file.
+    """The samples of one token stream.
 
     With mask_documents positions restart at each document and the target of an end-of-document token, which belongs to
     the next, unrelated document, is masked; without, the stream is one text. number: of the stream in its blend, so
@@ -47,7 +47,7 @@ class SampleStream:
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: TokenStream,
         *,
         sequence_length: int,
         seed: int,
@@ -89,7 +89,7 @@ class SampleStream:
         positions = np.arange(size, dtype=np.int64)
         if not self.mask_documents:
             return Sample(tokens, positions, None)
-        starts = self.tokens.document_starts(start + 1, start + size + 1) - start
+        starts = document_starts(self.tokens, start + 1, start + size + 1) - start
         if len(starts) == 0:
             return Sample(tokens, positions, None)
         loss_mask = np.ones(size, dtype=bool)

@@ -65,6 +65,8 @@ def _dataset_rows(dataset: Any, source: CorpusSource) -> Iterator[Row]:
             for value in chunk[column]:
                 number += 1
                 yield Row(source.path, number, value)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source.path}: a text after row {number} is not UTF-8 ({_one_line(error)})") from None
     except ValueError:
         raise
     except Exception as error:  # a generation error while streaming: many kinds

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from conf.schema import DataConfig
 from corpus.cache import Progress, built_once
 from corpus.dataset import Blend, SampleStream
+from corpus.mapped_documents import MappedDocuments
+from corpus.megatron_documents import index_documents
 from corpus.readers import Tally, documents
 from corpus.sources import ResolvedSource, resolve
-from corpus.token_file import TokenFile
+from corpus.token_file import TokenFile, TokenStream, map_array
 from corpus.tokenise import split_documents, tokenise
 from corpus.tokenizer import Tokenizer, load_file, load_tokenizer, require_vocabulary, train_bpe
 
@@ -64,7 +68,9 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
     resolved = [resolve(source) for source in data.sources]
     tokenizer = _tokenizer(data, resolved, tell)
     require_vocabulary(tokenizer, vocab_size=vocab_size)
-    opened = [_source(source, data=data, tokenizer=tokenizer, progress=tell) for source in resolved]
+    opened = [
+        _source(source, data=data, tokenizer=tokenizer, vocab_size=vocab_size, progress=tell) for source in resolved
+    ]
     train = _blend(opened, resolved, data=data, seed=seed, split="train")
     held_out = data.validation_fraction > 0
     validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if held_out else None
@@ -73,7 +79,8 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
         for source, (folder, manifest), stream in zip(resolved, opened, train.streams, strict=True)
     )
     identity = [FORMAT, tokenizer.fingerprint, data.sequence_length, data.mask_documents, seed]
-    identity += [[source.weight, source.manifest["files"]] for source in sources]
+    # Of Megatron data the tables depend on where documents lie in the file, its content does not.
+    identity += [[source.weight, source.manifest.get("content", source.manifest["files"])] for source in sources]
     return PreparedCorpus(train, validation, tokenizer, sources, _hash(identity))
 
 
@@ -89,6 +96,12 @@ def _check(data: DataConfig) -> None:
 def _tokenizer(data: DataConfig, resolved: list[ResolvedSource], progress: Progress) -> Tokenizer:
     if data.tokenizer != "bpe":
         return load_tokenizer(data.tokenizer)
+    for source in resolved:
+        if source.kind == "megatron":
+            raise ValueError(
+                f"data.tokenizer=bpe is trained on text, and data.sources path={source.label} holds token ids; "
+                "name the tokenizer that made them"
+            )
     folder, key = _bpe_folder(data, resolved)
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
@@ -133,15 +146,21 @@ def _training_texts(data: DataConfig, resolved: list[ResolvedSource]) -> Iterato
 
 
 def _source(
-    source: ResolvedSource, *, data: DataConfig, tokenizer: Tokenizer, progress: Progress
+    source: ResolvedSource, *, data: DataConfig, tokenizer: Tokenizer, vocab_size: int, progress: Progress
 ) -> tuple[Path, dict[str, Any]]:
     key = _hash([FORMAT, source.fingerprint(), tokenizer.fingerprint, _text_key(data)])
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.label).strip("-.")[-40:] or "corpus"
     folder = Path(data.cache_dir) / f"{name}-{key[:16]}"
 
     def build(partial: Path, tell: Progress) -> dict[str, Any]:
-        tell(f"{source.label}: tokenising with {tokenizer.name}")
-        manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=tell)
+        if source.kind == "megatron":
+            tell(f"{source.label}: looking through its documents")
+            manifest = index_documents(
+                source, data=data, tokenizer=tokenizer, vocab_size=vocab_size, folder=partial, progress=tell
+            )
+        else:
+            tell(f"{source.label}: tokenising with {tokenizer.name}")
+            manifest = tokenise(source, data=data, tokenizer=tokenizer, folder=partial, progress=tell)
         return {"format": FORMAT, "key": key, **manifest}
 
     manifest = built_once(folder, build=build, what=source.label, timeout_s=data.wait_timeout_s, progress=progress)
@@ -158,7 +177,7 @@ def _blend(
 ) -> Blend:
     streams = [
         SampleStream(
-            TokenFile.open(folder, split=split, dtype=manifest["dtype"]),
+            _tokens(source, folder, manifest, split=split),
             sequence_length=data.sequence_length,
             seed=seed,
             number=number,
@@ -166,9 +185,16 @@ def _blend(
             shuffle=split == "train",
             mask_documents=data.mask_documents,
         )
-        for number, (folder, manifest) in enumerate(opened)
+        for number, (source, (folder, manifest)) in enumerate(zip(resolved, opened, strict=True))
     ]
     return Blend(streams, weights=[source.source.weight for source in resolved])
+
+
+def _tokens(source: ResolvedSource, folder: Path, manifest: dict[str, Any], *, split: str) -> TokenStream:
+    if source.kind != "megatron":
+        return TokenFile.open(folder, split=split, dtype=manifest["dtype"])
+    ids = map_array(Path(source.files[1].path), np.dtype(manifest["dtype"]))
+    return MappedDocuments.open(folder, split=split, tokens=ids, plus=manifest["plus"], eod_id=manifest["eod_id"])
 
 
 def _text_key(data: DataConfig) -> list[Any]:

@@ -9,23 +9,29 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
-import itertools
 import json
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple, cast
 
 import pyarrow
 import pyarrow.parquet
 
 from conf.schema import BadLine
+from corpus.duplicates import Duplicates
 from corpus.hub import hub_rows, saved_rows
 from corpus.rows import Row, missing_column
 from corpus.sources import ResolvedSource, SourceFile
 
 BOM = b"\xef\xbb\xbf"
+WIDE = {  # byte-order marks of encodings that are not read, the longer ones first
+    b"\xff\xfe\x00\x00": "UTF-32",
+    b"\x00\x00\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 
 
 class Document(NamedTuple):
@@ -38,7 +44,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Tally:
-    """What became of every row: rows = documents + empty + absent + bad."""
+    """What became of every row: rows = documents + empty + absent + bad. Documents that repeat an earlier one stay."""
 
     rows: int = 0
     documents: int = 0
@@ -47,9 +53,12 @@ class Tally:
     bad: int = 0  # broken rows, skipped by data.bad_lines=skip
     first_bad: str | None = None  # message of the first of these
     file_bytes: int = 0  # size of the files gone through so far
+    duplicates: Duplicates = field(default_factory=Duplicates)
 
     def as_counts(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "file_bytes"}
+        names = ("rows", "documents", "empty", "absent", "bad", "first_bad")
+        counts = {name: getattr(self, name) for name in names}
+        return counts | {"duplicates": self.duplicates.number, "duplicates_of_every": self.duplicates.every}
 
 
 def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> Iterator[Document]:
@@ -81,6 +90,7 @@ def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> It
         else:
             tally.documents += 1
             digest = int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+            tally.duplicates.add(digest)
             yield Document(cast(str, value), digest, len(payload))
 
 
@@ -110,98 +120,118 @@ def _undecodable(error: UnicodeDecodeError) -> str:
     return f"is not UTF-8 (byte 0x{error.object[error.start]:02x} at byte {error.start}); convert it to UTF-8"
 
 
+def _wide(content: bytes) -> str | None:
+    for mark, name in WIDE.items():
+        if content.startswith(mark):
+            return f"is {name} (it begins with the byte-order mark {mark.hex(' ')}); convert it to UTF-8"
+    return None
+
+
 def _text_rows(file: SourceFile, column: str) -> Iterator[Row]:
     """The whole file is one document."""
     with _open(file) as stream:
         content = stream.read().removeprefix(BOM)
+    wide = _wide(content)
+    if wide is not None:
+        yield Row(file.path, None, problem=wide)
+        return
     try:
         yield Row(file.path, None, content.decode())
     except UnicodeDecodeError as error:
         yield Row(file.path, content.count(b"\n", 0, error.start) + 1, problem=_undecodable(error))
 
 
-def _decoded_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | None, str | None]]:
-    """(line number, text or None, problem or None)."""
-    for number, line in enumerate(stream, start=1):
-        try:
-            yield number, (line.removeprefix(BOM) if number == 1 else line).decode(), None
-        except UnicodeDecodeError as error:
-            yield number, None, _undecodable(error)
+def _decoded_lines(file: SourceFile) -> Iterator[tuple[int, str | None, str | None]]:
+    """(line number, text with its line end or None, problem or None). Lines end with LF, CR LF or CR, nothing else."""
+    number = 0
+    with _open(file) as stream:
+        for piece in stream:
+            if number == 0:
+                piece = piece.removeprefix(BOM)
+                wide = _wide(piece)
+                if wide is not None:  # none of its lines can be told apart, so none can be skipped
+                    raise ValueError(f"{file.path}: {wide}")
+            for line in piece.splitlines(keepends=True) if b"\r" in piece else (piece,):
+                number += 1
+                try:
+                    yield number, line.decode(), None
+                except UnicodeDecodeError as error:
+                    yield number, None, _undecodable(error)
 
 
 def _jsonl_rows(file: SourceFile, column: str) -> Iterator[Row]:
     names: list[str] | None = None  # the first row's columns, until a row has the wanted one
     found = False
-    with _open(file) as stream:
-        for number, line, problem in _decoded_lines(stream):
-            if line is None:
-                yield Row(file.path, number, problem=problem)
-                continue
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield Row(
-                    file.path,
-                    number,
-                    problem=f"broken JSON ({error.msg.removesuffix(' starting at')} at character {error.pos + 1})",
-                )
-                continue
-            except RecursionError:
-                yield Row(file.path, number, problem="broken JSON (nested too deeply)")
-                continue
-            if not isinstance(record, dict):
-                yield Row(file.path, number, problem=f"the line is a JSON {type(record).__name__}, not an object")
-                continue
-            if column in record:
-                found = True
-            elif names is None:
-                names = list(record)
-            yield Row(file.path, number, record.get(column))
+    for number, line, problem in _decoded_lines(file):
+        line = None if line is None else line.removeprefix("\ufeff")  # files joined by `cat` have marks inside
+        if line is not None and not line.strip(" \t\r\n"):
+            continue
+        record, problem = (None, problem) if line is None else _json_object(line)
+        if record is None:
+            yield Row(file.path, number, problem=problem)
+            continue
+        if column in record:
+            found = True
+        elif names is None:
+            names = list(record)
+        yield Row(file.path, number, record.get(column))
     if names is not None and not found:
         raise ValueError(missing_column(file.path, column, names))
 
 
+def _json_object(line: str) -> tuple[dict[str, Any] | None, str | None]:
+    """(object, None) or (None, problem)."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at").removesuffix(" starting")
+        return None, f"broken JSON ({what} at character {error.pos + 1})"
+    except RecursionError:
+        return None, "broken JSON (nested too deeply)"
+    except ValueError as error:  # a whole number of thousands of digits
+        return None, f"broken JSON ({str(error).split(';')[0]})"
+    if not isinstance(record, dict):
+        return None, f"the line is a JSON {type(record).__name__}, not an object"
+    return record, None
+
+
 def _csv_rows(file: SourceFile, column: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
-    with _open(file) as stream:
-        numbers, problems = itertools.count(), {}
+    problems: dict[int, str | None] = {}
 
-        def lines() -> Iterator[str]:
-            for number, line, problem in _decoded_lines(stream):
-                next(numbers)
-                if line is None:
-                    problems[number] = problem
-                yield "\n" if line is None else line
+    def lines() -> Iterator[str]:
+        for number, line, problem in _decoded_lines(file):
+            if line is None:
+                problems[number] = problem
+            yield "\n" if line is None else line
 
-        reader = csv.reader(lines(), strict=True)
-        place: int | None = None
-        width = 0
-        while True:
-            before = reader.line_num
-            try:
-                cells = next(reader, None)
-                problem = None
-            except csv.Error as error:
-                cells, problem = [], f"broken CSV ({error})"
-            bad = [problems.pop(n) for n in range(before + 1, reader.line_num + 1) if n in problems]
-            if bad:
-                problem = bad[0]
-            if problem is not None:
-                yield Row(file.path, reader.line_num, problem=problem)
-            elif cells is None:
-                return
-            elif place is None:
-                if column not in cells:
-                    raise ValueError(missing_column(file.path, column, cells))
-                place, width = cells.index(column), len(cells)
-            elif not cells:
-                continue
-            elif len(cells) != width:
-                yield Row(file.path, reader.line_num, problem=f"{len(cells)} cells under a header of {width}")
-            else:
-                yield Row(file.path, reader.line_num, cells[place])
+    reader = csv.reader(lines(), strict=True)
+    place: int | None = None
+    width = 0
+    while True:
+        before = reader.line_num
+        try:
+            cells = next(reader, None)
+            problem = None
+        except csv.Error as error:
+            cells, problem = [], f"broken CSV ({error})"
+        bad = [problems.pop(n) for n in range(before + 1, reader.line_num + 1) if n in problems]
+        if bad:
+            problem = bad[0]
+        if problem is not None:
+            yield Row(file.path, reader.line_num, problem=problem)
+        elif cells is None:
+            return
+        elif place is None:
+            if column not in cells:
+                raise ValueError(missing_column(file.path, column, cells))
+            place, width = cells.index(column), len(cells)
+        elif not cells:
+            continue
+        elif len(cells) != width:
+            yield Row(file.path, reader.line_num, problem=f"{len(cells)} cells under a header of {width}")
+        else:
+            yield Row(file.path, reader.line_num, cells[place])
 
 
 def _parquet_rows(file: SourceFile, column: str) -> Iterator[Row]:
@@ -212,7 +242,10 @@ def _parquet_rows(file: SourceFile, column: str) -> Iterator[Row]:
                 raise ValueError(missing_column(file.path, column, names))
             kind = parquet.schema_arrow.field(column).type
             value = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (pyarrow.types.is_string(value) or pyarrow.types.is_large_string(value)):
+            types = pyarrow.types
+            if not any(
+                is_(value) for is_ in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+            ):
                 raise ValueError(f"{file.path}: column {column!r} is {kind}, not string; write it as text")
             row = 0
             for record_batch in parquet.iter_batches(batch_size=1024, columns=[column]):

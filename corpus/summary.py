@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from corpus.prepare import PreparedCorpus
 
 HEADER = ("source", "weight", "split", "documents", "tokens", "samples", "MB of text", "bytes/token")
@@ -16,7 +18,7 @@ def table(corpus: PreparedCorpus) -> str:
             if blend is None:
                 continue
             part = source.manifest["splits"][split]
-            ids = max(1, part["tokens"] - part["documents"])
+            ids, text = max(1, part["tokens"] - part["documents"]), part["text_bytes"]
             rows.append(
                 (
                     source.label,
@@ -25,17 +27,16 @@ def table(corpus: PreparedCorpus) -> str:
                     f"{part['documents']:,}",
                     f"{part['tokens']:,}",
                     f"{len(blend.streams[number]):,}",
-                    f"{part['text_bytes'] / 1e6:.2f}",
-                    f"{part['text_bytes'] / ids:.2f}",
+                    *(("-", "-") if text is None else (f"{text / 1e6:.2f}", f"{text / ids:.2f}")),
                 )
             )
         counts = source.manifest["counts"]
         notes.append(
-            f"{source.label}: {counts['rows']:,} rows, left out {counts['empty']:,} empty, {counts['absent']:,} without"
-            f" text, {counts['bad']:,} broken; {source.dropped_tokens:,} targets at the end fill no sample"
+            f"{source.label}: {_left_out(counts)}; {source.dropped_tokens:,} targets at the end fill no sample"
         )
         if counts["first_bad"]:
             notes.append(f"  first broken row: {counts['first_bad']}")
+        notes += [f"  {note}" for note in (_repeated(counts), _closed(source.manifest)) if note]
         notes.append(f"  in {source.folder.absolute()}")
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
@@ -48,3 +49,32 @@ def table(corpus: PreparedCorpus) -> str:
     tokenizer = corpus.tokenizer
     notes.append(f"tokenizer {tokenizer.name}: {tokenizer.size:,} ids, end of document {tokenizer.eod_id}")
     return "\n".join(lines + notes)
+
+
+def _left_out(counts: dict[str, Any]) -> str:
+    if "closed" in counts:
+        line = f"{counts['rows']:,} documents, left out {counts['empty']:,} empty"
+        return line + (f", {counts['left_out']:,} of neither split" if counts["left_out"] else "")
+    return (
+        f"{counts['rows']:,} rows, left out {counts['empty']:,} empty, {counts['absent']:,} without text, "
+        f"{counts['bad']:,} broken"
+    )
+
+
+def _repeated(counts: dict[str, Any]) -> str:
+    number = counts.get("duplicates", 0)  # corpora that were prepared before it was counted lack it
+    if not number:
+        return ""
+    about = "" if counts["duplicates_of_every"] == 1 else "about "
+    return f"{about}{number:,} documents repeat an earlier one; they are kept"
+
+
+def _closed(manifest: dict[str, Any]) -> str:
+    """Of Megatron data: what was done about ends of documents."""
+    counts, eod_id = manifest["counts"], manifest["eod_id"]
+    if "closed" not in counts:
+        return ""
+    opened = counts["documents"] - counts["closed"]
+    line = f"end of document {eod_id}: at the end of {counts['closed']:,} documents in the file, put after {opened:,}"
+    inside = counts["eod_inside"]
+    return line + (f"; {inside:,} more inside documents, which do not part them" if inside else "")

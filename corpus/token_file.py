@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -20,10 +21,29 @@ def token_dtype(size: int) -> np.dtype:
     return np.dtype("<u2") if size <= 1 << 16 else np.dtype("<u4")
 
 
-def _map(path: Path, dtype: np.dtype) -> Array:
+def map_array(path: Path, dtype: np.dtype) -> Array:
     if path.stat().st_size == 0:
         return np.empty(0, dtype)  # an empty file cannot be mapped
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+class TokenStream(Protocol):
+    """Documents one after another, each closed by the end-of-document id; ends: [documents] offsets, increasing."""
+
+    @property
+    def ends(self) -> Array: ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, stop: int) -> Array:
+        """Ids of the stream's places [start, stop), int64."""
+        ...
+
+
+def document_starts(stream: TokenStream, start: int, stop: int) -> Array:
+    """Places in [start, stop) at which a document begins, place 0 of the stream left out."""
+    first, last = np.searchsorted(stream.ends, [start, stop], side="left")
+    return np.asarray(stream.ends[first:last]).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -35,19 +55,14 @@ class TokenFile:
 
     @classmethod
     def open(cls, folder: Path, *, split: str, dtype: str) -> TokenFile:
-        return cls(_map(folder / f"{split}.bin", np.dtype(dtype)), _map(folder / f"{split}.ends", np.dtype("<i8")))
+        ids, ends = folder / f"{split}.bin", folder / f"{split}.ends"
+        return cls(map_array(ids, np.dtype(dtype)), map_array(ends, np.dtype("<i8")))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def read(self, start: int, stop: int) -> Array:
-        """Ids of the stream's places [start, stop), int64."""
         return np.asarray(self.tokens[start:stop]).astype(np.int64)
-
-    def document_starts(self, start: int, stop: int) -> Array:
-        """Places in [start, stop) at which a document begins, place 0 of the stream left out."""
-        first, last = np.searchsorted(self.ends, [start, stop], side="left")
-        return np.asarray(self.ends[first:last]).astype(np.int64)
 
 
 @dataclass

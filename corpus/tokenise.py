@@ -180,13 +180,17 @@ def _require_text(
             f"data.sources path={source.label}: no text in {tally.rows} rows of {max(1, len(source.files))} files "
             f"({tally.empty} empty, {tally.absent} without text, {tally.bad} broken){bad}"
         )
-    if writers["train"].num_documents == 0:
-        raise ValueError(
-            f"data.validation_fraction={fraction} leaves no document of {source.label} to train on; lower it"
-        )
-    if fraction > 0 and writers["validation"].num_documents == 0:
+    train, validation = (writers[split].num_documents for split in SPLITS)
+    require_splits(source.label, tally.documents, train, validation, fraction, lowest)
+
+
+def require_splits(label: str, documents: int, train: int, validation: int, fraction: float, lowest: float) -> None:
+    """ValueError where a split that is asked for got no document; lowest: the least of all digests."""
+    if train == 0:
+        raise ValueError(f"data.validation_fraction={fraction} leaves no document of {label} to train on; lower it")
+    if fraction > 0 and validation == 0:
         enough = min(0.5, round(lowest / 2.0**64 * 1.01 + 1e-4, 4))
         raise ValueError(
-            f"data.validation_fraction={fraction} holds out none of the {tally.documents} documents of {source.label}; "
+            f"data.validation_fraction={fraction} holds out none of the {documents} documents of {label}; "
             f"set {enough} for at least one, or 0 for no validation"
         )

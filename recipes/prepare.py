@@ -2,8 +2,11 @@
 
     python recipes/prepare.py data.tokenizer=bpe model.vocab_size=4096
     python recipes/prepare.py 'data.sources=[{path: books/*.jsonl.gz, weight: 3}, {path: stdlib}]'
+    python recipes/prepare.py 'data.sources=[{path: books}]' data.tokenizer=FOLDER prepare.megatron=out/books
 
-Training does the same by itself when the files are not there; this recipe does it on one process without a model.
+Training does the same by itself when the files are not there; this recipe does it on one process without a model. With
+prepare.megatron=PREFIX it also writes the tokens as Megatron's indexed data, PREFIX_train.bin and .idx and
+PREFIX_validation.bin and .idx.
 """
 
 from __future__ import annotations
@@ -20,17 +23,29 @@ from parallel.plan import ParallelPlan
 
 def run(config: Config, plan: ParallelPlan) -> int:
     from corpus.batches import require_batch
+    from corpus.megatron_write import targets, write_corpus
     from corpus.prepare import prepare
     from corpus.summary import table
     from engine.failure import refuse
     from engine.session import announce
 
+    data, wanted = config.data, config.prepare.megatron
     try:
-        corpus = prepare(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        places = {}
+        if wanted:
+            places = targets(
+                wanted,
+                num_sources=len(data.sources),
+                validation=data.validation_fraction > 0,
+                overwrite=config.prepare.overwrite,
+            )
+        corpus = prepare(data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-    except ValueError as error:
+        announce(table(corpus))
+        for written in write_corpus(corpus, places):
+            announce(written.line())
+    except (ValueError, OSError) as error:
         return refuse(error)
-    announce(table(corpus))
     return 0
 
 

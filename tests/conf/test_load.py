@@ -55,7 +55,7 @@ def test_loading_raises_with_every_problem():
 
 
 def test_every_range_is_about_a_knob_that_exists():
-    items = {"data.sources.weight", "data.sources.max_documents"}
+    items = {"data.sources.weight", "data.sources.max_documents", "data.sources.eod_id"}
     ranged = {key for keys in RANGES.values() for key in keys.split()}
     assert ranged - {knob.key for knob in knobs()} == items
 

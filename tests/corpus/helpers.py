@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import CorpusSource, DataConfig
-from corpus.dataset import SampleStream
+from corpus.dataset import Blend, SampleStream
 from corpus.prepare import PreparedCorpus, prepare
 from corpus.token_file import TokenFile
 
@@ -58,7 +58,12 @@ def stream_text(tokens: Sequence[int]) -> list[bytes]:
 
 
 def train_documents(corpus: PreparedCorpus, source: int = 0) -> list[bytes]:
-    return stream_text(corpus.train.streams[source].tokens.tokens)
+    return documents_of(corpus.train, source)
+
+
+def documents_of(blend: Blend, source: int = 0) -> list[bytes]:
+    tokens = blend.streams[source].tokens
+    return stream_text(tokens.read(0, len(tokens)))
 
 
 def token_file(documents: Sequence[Sequence[int]], eod: int = EOD) -> TokenFile:

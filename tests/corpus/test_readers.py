@@ -122,7 +122,7 @@ def test_an_undecodable_text_file_is_named_with_its_line(tmp_path):
         read(tmp_path)
     assert read(tmp_path, bad_lines=BadLine.skip)[0] == ["fine"]
     path.write_bytes("x".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"b\.txt:1: is not UTF-8"):
+    with pytest.raises(ValueError, match=r"b\.txt: is UTF-16"):
         read(path)
 
 
