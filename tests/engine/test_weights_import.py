@@ -59,7 +59,7 @@ def test_a_folder_of_every_family_goes_in_and_out_unchanged(case: str, tmp_path:
     exported(tmp_path / "b", tmp_path / "c", max_bytes=100_000)
     assert_same(values_of(tmp_path / "c"), values_of(tmp_path / "a"))
     assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
-    configs = [json.loads((tmp_path / folder / "config.json").read_TEXT) for folder in "ac"]
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in "ac"]
     assert configs[0] == configs[1]
     network, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -73,7 +73,7 @@ def test_an_export_in_another_format_says_so_in_its_config(tmp_path: Path) -> No
     saved("qwen3", tmp_path / "a", dtype=torch.float32)
     import_weights(tmp_path / "a", tmp_path / "b", ignored=(), say=silent)
     exported(tmp_path / "b", tmp_path / "c", dtype="bf16")
-    assert json.loads((tmp_path / "c" / "config.json").read_TEXT)["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "bfloat16"
     wanted = {name: tensor.bfloat16() for name, tensor in values_of(tmp_path / "a").items()}
     assert_same(values_of(tmp_path / "c"), wanted)
 
@@ -290,7 +290,7 @@ def test_the_command_line_says_what_it_did_and_refuses_with_exit_code_2(
     assert convert.main(["export", "b", "c", "--max-shard-size", "50KB", "--tokenizer", "byte"]) == 0
     assert "load      AutoModelForCausalLM and AutoTokenizer.from_pretrained('c')" in capsys.readouterr().out
     assert convert.main(["config", "a", "mine", "--out", "model/mine.yaml"]) == 0
-    assert "family: gpt_neox" in (tmp_path / "model" / "mine.yaml").read_TEXT
+    assert "family: gpt_neox" in (tmp_path / "model" / "mine.yaml").read_text()
     capsys.readouterr()
     for words, line in (
         (["import", "nothing"], "error: nothing is neither a folder nor a name on the hub (OWNER/NAME)"),
@@ -304,7 +304,7 @@ def test_the_command_line_says_what_it_did_and_refuses_with_exit_code_2(
     ):
         assert convert.main(words) == 2
         assert capsys.readouterr().err.startswith(line)
-    config = json.loads((tmp_path / "a" / "config.json").read_TEXT)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"mystery": 1, "hidden_act": "tanh"}))
     assert convert.main(["import", "a", "e"]) == 2
     assert [line[:20] for line in capsys.readouterr().err.splitlines()] == [
@@ -317,5 +317,5 @@ def test_the_command_line_says_what_it_did_and_refuses_with_exit_code_2(
 def test_the_model_of_an_import_is_the_folders(tmp_path: Path) -> None:
     saved("qwen2, some windows", tmp_path / "a")
     import_weights(tmp_path / "a", tmp_path / "b", ignored=(), say=silent)
-    config = json.loads((tmp_path / "a" / "config.json").read_TEXT)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert open_stored(tmp_path / "b").config.model == model_of(config, name="a")
