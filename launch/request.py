@@ -21,7 +21,7 @@ from conf.schema import Config
 from launch.remote import ROOT
 from parallel import rules
 
-TRAINING = ("pretrain.py",)  # recipes whose config must fit the ranks; others decide for themselves
+TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
 SHORT = {"-i": "include", "-e": "exclude", "-p": "ssh_port"}
 
 
