@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-CLUSTER_PACKAGES := openssh-server openssh-client pdsh iproute2 util-linux
+CLUSTER_PACKAGES := openssh-server openssh-client pdsh openmpi-bin iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
 
@@ -20,12 +20,15 @@ test-all: $(DONE)
 test-gpu: $(DONE)
 	$(BIN)/python -m pytest -m gpu
 
-# As root: what is missing is installed on Debian and its kin, elsewhere named by the tests that are skipped.
+# As root: what is missing is installed on Debian and its kin (its services stopped), elsewhere named by the tests that
+# are skipped.
 cluster-test: $(DONE)
 	@if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
 	    missing=$$(dpkg-query --show --showformat '$${Package} $${Status}\n' $(CLUSTER_PACKAGES) 2>&1 | \
 	        grep -v 'ok installed$$' | sed 's/^dpkg-query: no packages found matching //; s/ .*//'); \
-	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; }; \
+	    [ -z "$$missing" ] || { apt-get update -qq && apt-get install -y -qq --no-install-recommends $$missing; } || exit 1; \
+	    services=$$(grep -xE 'munge|slurmctld|slurmd' <<<"$$missing" || true); \
+	    [ -z "$$services" ] || systemctl disable --quiet --now $$services 2>/dev/null || true; \
 	fi
 	$(BIN)/python -m pytest -m "$(CLUSTER_TESTS)"
 
@@ -33,7 +36,7 @@ check: $(DONE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch .ci/run
 
 benchmark: $(DONE)
 	$(BIN)/python recipes/benchmark.py

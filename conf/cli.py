@@ -55,15 +55,20 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
     def planned(config: Config, world_size: int) -> int:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
-        problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
-        problems += profile_problems(config, world_size=world_size)
-        if problems:
-            raise ConfigError(problems)
+        require_plan(config, world_size=world_size, device=device)
         share_cores(device)
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
     _run(planned)
+
+
+def require_plan(config: Config, *, world_size: int, device: str) -> None:
+    """ConfigError with every problem of the config on so many ranks."""
+    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
+    problems += profile_problems(config, world_size=world_size)
+    if problems:
+        raise ConfigError(problems)
 
 
 def main_without_plan(entry: Callable[[Config], int | None]) -> None:
@@ -110,6 +115,7 @@ def without_launcher_arguments(argv: Sequence[str]) -> list[str]:
 
 def world() -> tuple[int, int]:
     """(rank, world size) as the launcher says in RANK and WORLD_SIZE; one rank without them."""
+    _refuse_many_alone()
     found = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -122,13 +128,35 @@ def world() -> tuple[int, int]:
     return rank, size
 
 
+def _refuse_many_alone() -> None:
+    """srun and mpirun say their tasks in words of their own: each would train the whole run alone."""
+    for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
+            raise ConfigError([
+                f"{launcher} started {os.environ[name]} tasks ({name}) without RANK and WORLD_SIZE, which would train "
+                "a run each; start through launch/slurm.sbatch or launch/multinode.sh --launcher openmpi"
+            ])  # fmt: skip
+
+
+def require_own_store() -> None:
+    """Under torchrun with restarts. The store that its agent shares with the ranks is kept over a restart, and with it
+    the addresses of the dead ones (torch 2.13; pytorch/pytorch#135712).
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            [f"torchrun --max-restarts {restarts}: restarted ranks would look for each other where they were before; "
+             "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, on every host"]
+        )  # fmt: skip
+
+
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
     """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
 
     config_dir: a folder of more YAML groups.
     """
     arguments = expanded(arguments)
-    folders = _folders(config_dir)
+    folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
         raise ConfigError(problems)
@@ -150,6 +178,7 @@ def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
     rank, world_size = world()
     argv = expanded(argv)
     sys.argv[1:] = argv
+    require_own_store()
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:
@@ -164,7 +193,7 @@ def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
             [f"-m would run every job inside each of {world_size} ranks; start one launcher a job instead"]
         )
     if flags.multirun or asks:
-        problems = overrides.problems(flags.overrides, options=options(_folders(flags.config_dir)))
+        problems = overrides.problems(flags.overrides, options=options(folders_of(flags.config_dir)))
         if problems:
             raise ConfigError(problems)
         return _sweep() if flags.multirun else _hydra(lambda cfg: None)
@@ -188,7 +217,7 @@ def share_cores(device: str) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
 
 
-def _folders(config_dir: str | None) -> list[Path]:
+def folders_of(config_dir: str | None) -> list[Path]:
     return [CONF] if config_dir is None else [CONF, Path(config_dir).resolve()]
 
 

@@ -112,6 +112,8 @@ def explain(error: BaseException) -> str:
         head += ": write key=[a,b] for a list, or -m for one run of each"
     if cause is not None and full_key is None:
         return f"{head}: {explain(cause)}"
+    if full_key is not None and full_key.startswith("hydra."):
+        return f"{head} ({full_key})" if full_key not in head else head.removesuffix(".")
     if full_key is not None and not is_known(full_key):
         return f"{full_key} is not a knob{did_you_mean(full_key, names())}"
     return f"{head} ({full_key})" if full_key is not None and full_key not in head else head

@@ -29,7 +29,7 @@ from telemetry.alert_monitor import AlertMonitor
 from telemetry.plot import plot_losses
 from telemetry.redact import redacted
 from telemetry.report import EvaluationReport, StepReport, as_metrics
-from telemetry.run_folder import identity, write_json, write_start
+from telemetry.run_folder import identity, restart_record, write_json, write_start
 from telemetry.schedule_plot import plot_timeline
 from telemetry.sinks import ConsoleSink, JsonlSink, Sink, Sinks, rank_rows
 from telemetry.summary import Outcome, closing, describe_plan, memory_table
@@ -98,8 +98,10 @@ class RunRecords:
         )  # fmt: skip
         about: dict[str, Any] = {"predicted_bytes": self._predicted(), "profile": expected.identity}
         about |= {"predicted": expected.predicted, "observed": expected.observed}
+        again = restart_record()
+        kept = record if again is None else record | {"restart": again}
         start = write_start(
-            self.folder, record, config=to_plain(config), plan=dataclasses.asdict(plan) | about,
+            self.folder, kept, config=to_plain(config), plan=dataclasses.asdict(plan) | about,
             deepspeed=deepspeed_config(config, plan, num_micro_batches=plan.num_micro_batches),
         )  # fmt: skip
         self.timeline.add("start", step=0, **record, start=start)

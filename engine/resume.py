@@ -33,7 +33,14 @@ from engine.weight_folders import open_weights, problems_of
 from parallel.adapters import trained_count
 from parallel.sizes import parameter_count
 from telemetry.redact import redacted
-from telemetry.run_folder import InUseError, claim_run_folder, lock_run_folder, run_folder_path, write_json
+from telemetry.run_folder import (
+    InUseError,
+    claim_run_folder,
+    lock_run_folder,
+    restart_record,
+    run_folder_path,
+    write_json,
+)
 from telemetry.tables import size
 from telemetry.timeline import Timeline
 
@@ -252,7 +259,16 @@ def _saved_config(candidates: list[Path]) -> dict[str, Any] | None:
 
 
 def begin(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progress:
-    """Load what `start` says into the trainer, on all ranks alike, and say so."""
+    """Load what `start` says into the trainer, on all ranks alike, and say so; and why, where launch/ restarted it."""
+    progress = _loaded(start, checkpoints, timeline)
+    again = restart_record()
+    if again is not None:
+        message = f"restart {again['number']} of {again['of']}: {again['reason']}"
+        timeline.add("restart", step=progress.step, message=message, **again)
+    return progress
+
+
+def _loaded(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progress:
     if start.note:
         announce(start.note)
     weights = weights_folder(config := checkpoints.session.config)

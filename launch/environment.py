@@ -66,10 +66,17 @@ def of_files(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def shell_file(path: str, variables: Mapping[str, str]) -> str:
-    """What a host sources from `path`."""
+def with_network(variables: Mapping[str, str], interface: str | None, *, named: bool) -> dict[str, str]:
+    """The variables and a host's interface to its peers for both transports; named: it wins over what they say."""
+    names = {} if interface is None else {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+    return {**variables, **names} if named else {**names, **variables}
+
+
+def shell_file(path: str, variables: Mapping[str, str], *, removes: bool = True) -> str:
+    """What a host sources from `path`. removes: itself."""
+    first = [f"rm -f -- {shlex.quote(path)}"] if removes else []
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    return "\n".join([f"rm -f -- {shlex.quote(path)}", *lines, ""])
+    return "\n".join([*first, *lines, ""])
 
 
 def for_the_launcher(environ: Mapping[str, str], *, ssh_options: str) -> dict[str, str]:

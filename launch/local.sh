@@ -57,17 +57,10 @@ ask() { # a module of this repository, by name
 
 added=()
 resume=""
-run_id=""
 for argument in "$@"; do
-    case $argument in
-        resume=*) resume=$argument ;;
-        run.id=*) run_id=$argument ;;
-    esac
+    [[ $argument != resume=* ]] || resume=$argument
 done
 [[ -n $resume ]] || set -- "$@" resume=auto
-if [[ $restarts -gt 0 && -n $resume && $resume != resume=auto && -z $run_id ]]; then
-    set -- "$@" "run.id=$(ask -c 'from telemetry.run_folder import new_run_id; print(new_run_id())')" # to find it again
-fi
 if [[ -z $ranks ]]; then
     line=$(ask -m conf.ranks "$@") # a bad configuration ends here, with its problems and code 2
     read -r -a answer <<<"$line"
@@ -151,7 +144,8 @@ on_signal() { # $1: the signal, $2: the exit code when it comes a second time
 }
 
 marker=$(mktemp)
-export LAUNCH_MARKER=$marker
+LAUNCH_ID=$(basename "$marker")
+export LAUNCH_MARKER=$marker LAUNCH_ID # by which its run is found again
 attempt=0
 while true; do
     port=$(free_port)
@@ -189,7 +183,11 @@ while true; do
     [[ $attempt -lt $restarts ]] || break
     attempt=$((attempt + 1))
     echo "launch/local.sh: exit code $code; restart $attempt of $restarts" >&2
-    set -- "${@/#resume=*/resume=auto}"
+    run_id=$(ask -m launch.restarts "$LAUNCH_ID" "$@")
+    [[ -z $run_id ]] || set -- "$@" resume=auto "run.id=$run_id"
+    LAUNCH_RESTART=$(printf '{"number": %d, "of": %d, "code": %d, "reason": "exit code %d"}' \
+        "$attempt" "$restarts" "$code" "$code")
+    export LAUNCH_RESTART # for its timeline
 done
 rm -f "$marker"
 exit "$code"

@@ -1,90 +1,83 @@
 """What launch/multinode.sh does: a recipe on the hosts of a hostfile, through DeepSpeed's launcher over pdsh.
 
-Every fault that can be known before is told before anything starts. While the run goes on this process watches it, and
-when it ends, it ends what is left on every host. Not here: what travels (environment.py), how hosts are reached
-(remote.py), what is done on one (on_host.py).
+Every fault that can be known before is told before anything starts. While the run goes on this process watches it
+(watch.py), when it ends, it ends what is left on every host, and starts it again where it may (restarts.py). Not here:
+what travels (environment.py), how hosts are reached (remote.py), what is done on one (on_host.py).
 """
 
 from __future__ import annotations
 
-import getopt
+import json
 import os
 import re
 import secrets
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf import hostfile
-from conf.cli import compose_config, parse_flags
-from conf.load import ConfigError, range_problems
-from launch import environment
-from launch.remote import PATIENCE, ROOT, Answer, Ssh
-from launch.watch import Job, run
+from conf.load import ConfigError
+from launch import environment, openmpi, restarts, watch
+from launch.ask import Asked, ask_hosts, who_answers
+from launch.remote import ROOT, Answer, Ssh, ssh_options
+from launch.replan import Planned, ranks
+from launch.request import Request, check_given, choose_hosts, composed, parse, require_plan
+from launch.restarts import Policy, first_hosts, pick
+from launch.watch import LOST_AFTER_S, Ended, Job
 
-REACH_S = 5.0  # for the port of rank 0
+LEAST_S = 5.0  # a host that works hard may be silent for seconds
 USAGE = (
-    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] RECIPE OVERRIDES..."
+    "usage: launch/multinode.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [-p SSH_PORT] [--interface NAME] [--preflight] "
+    "[--hosts N] [-r RESTARTS] [--no-replan] [--lost-after SECONDS] [--launcher openmpi] RECIPE OVERRIDES..."
 )
+OPTIONS = ("preflight", "hosts=", "no-replan", "lost-after=", "launcher=")
+LAUNCHERS = ("pdsh", "openmpi")
 
 
 @dataclass(frozen=True)
-class Request:
-    """The command line."""
+class Options:
+    """Those that only this launcher has."""
 
-    hostfile: Path
-    include: str
-    exclude: str
-    ssh_port: str | None
-    interface: str | None
-    recipe: Path
-    overrides: tuple[str, ...]
-
-
-def parse(argv: Sequence[str]) -> Request:
-    """Options may stand before and after HOSTFILE; all behind RECIPE is the recipe's."""
-    long = ["include=", "exclude=", "ssh_port=", "interface="]
-    try:
-        before, rest = getopt.getopt(argv, "i:e:p:", long)
-        after, words = getopt.getopt(rest[1:], "i:e:p:", long)
-    except getopt.GetoptError as error:
-        raise ConfigError([f"{error}; {USAGE}"]) from None
-    if not words:
-        raise ConfigError([USAGE])
-    names = {"-i": "--include", "-e": "--exclude", "-p": "--ssh_port"}
-    given = {names.get(name, name): value for name, value in [*before, *after]}
-    port = given.get("--ssh_port")
-    if port is not None and not (port.isdigit() and 0 < int(port) < 65536):
-        raise ConfigError([f"-p {port} is not a port; give 1 to 65535"])
-    recipe = Path(words[0]) if Path(words[0]).is_file() else ROOT / words[0]
-    if not recipe.is_file():
-        raise ConfigError([f"there is no recipe {words[0]}; see recipes/"])
-    overrides = list(words[1:])
-    if not any(word.startswith("resume=") for word in overrides):
-        overrides.append("resume=auto")
-    return Request(
-        Path(rest[0]).absolute(), given.get("--include", ""), given.get("--exclude", ""), port,
-        given.get("--interface"), recipe.absolute(), tuple(overrides),
-    )  # fmt: skip
+    preflight: bool
+    hosts: int | None  # to use of the hostfile's; None: all
+    restarts: int
+    replan: bool
+    lost_after_s: float
+    mpi: bool  # through OpenMPI's mpirun, not pdsh
 
 
-def choose_hosts(request: Request) -> hostfile.Slots:
-    """What the hostfile and the filters give, where the configured plan can use it."""
-    hosts = hostfile.chosen(hostfile.read(request.hostfile), include=request.include, exclude=request.exclude)
-    flags = parse_flags(request.overrides)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir)
-    problems = range_problems(config)
-    if not problems:
-        problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
-        problems = [] if problem is None else [problem]
-    if problems:
-        raise ConfigError(problems)
+def options_of(given: Mapping[str, str]) -> Options:
+    """Raises ConfigError."""
+    count, restarts, lost = given.get("hosts"), given.get("r", "0"), given.get("lost-after", f"{LOST_AFTER_S:g}")
+    if count is not None and not (count.isdigit() and int(count) > 0):
+        raise ConfigError([f"--hosts {count} is not a number of hosts; give 1 or more"])
+    if not restarts.isdigit():
+        raise ConfigError([f"-r {restarts} is not a number of restarts; give 0 or more"])
+    if not (re.fullmatch(r"\d+(\.\d+)?", lost) and float(lost) >= LEAST_S):
+        raise ConfigError([f"--lost-after {lost} is not a time in seconds; give {LEAST_S:g} or more"])
+    launcher = given.get("launcher", "pdsh")
+    if launcher not in LAUNCHERS:
+        raise ConfigError([f"--launcher {launcher} is not offered; use {' or '.join(LAUNCHERS)}"])
+    number = None if count is None else int(count)
+    replan, mpi = "no-replan" not in given, launcher == "openmpi"
+    return Options("preflight" in given, number, int(restarts), replan, float(lost), mpi)
+
+
+def enough_hosts(request: Request, options: Options) -> hostfile.Slots:
+    """What the hostfile and the filters give. ConfigError where these are fewer than are wanted."""
+    hosts = choose_hosts(request)
+    if options.hosts is not None and options.hosts > len(hosts):
+        raise ConfigError(
+            [f"--hosts {options.hosts} but there are {len(hosts)} ({', '.join(hosts)}); give at most that"]
+        )
     return hosts
 
 
@@ -99,47 +92,16 @@ def command_of(request: Request, hosts: hostfile.Slots, *, master: str, port: st
         )
     command = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--launcher", "pdsh", "--force_multi"]
     command += ["--no_ssh_check", "--no_python", "--hostfile", str(request.hostfile)]
-    if request.include or request.exclude:
+    if hosts != hostfile.read(request.hostfile):
         kept = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in hosts.items())
         command += ["--include", kept]
     return [*command, *(word for pair in fixed.items() for word in pair), script]
 
 
-def ask_hosts(request: Request, hosts: hostfile.Slots, ssh: Ssh) -> tuple[list[Answer], str, str]:
-    """Every host's answer, and the master's address and port; ConfigError with what each host lacks."""
-    names = ssh.addresses(list(hosts))
-    given, address = int(os.environ.get("MASTER_PORT", "0")), os.environ.get("MASTER_ADDR")
-    orders = {
-        host: {
-            "folder": os.getcwd(), "interface": request.interface,
-            "peers": [names[peer] for peer in hosts if peer != host], "port": given if number == 0 else None,
-        }
-        for number, host in enumerate(hosts)
-    }  # fmt: skip
-    answers = told(ssh, "look", orders)
-    first = answers[0]
-    mine = [one for ones in first.values["addresses"].values() for one in ones]
-    if address is not None and address not in mine and re.fullmatch(r"[0-9.]+|[0-9a-fA-F:]*:[0-9a-fA-F:]*", address):
-        raise ConfigError(
-            [f"MASTER_ADDR={address} is no address of {first.host}, where rank 0 runs; it has {', '.join(mine)}"]
-        )
-    master, port = address or first.values["address"], first.values["port"]
-    meeting = {"address": master, "port": port, "seconds": REACH_S}
-    told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
-    return answers, master, str(port)
-
-
-def told(ssh: Ssh, verb: str, orders: Mapping[str, Mapping[str, Any]]) -> list[Answer]:
-    """The hosts' answers. Raises ConfigError with a line for each that has a problem."""
-    answers = ssh.call(verb, orders)
-    problems = [f"host {one.host}: {one.problem}" for one in answers if one.problem is not None]
-    if problems:
-        raise ConfigError(problems)
-    return answers
-
-
-def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[dict[str, str]]:
-    """The environment of each host's ranks."""
+def variables(
+    request: Request, answers: Sequence[Answer], launch: str, *, words: Sequence[str], restart: Mapping[str, Any] | None
+) -> list[dict[str, str]]:
+    """The environment of each host's ranks. words: the recipe's; restart: what its timeline shall know of one."""
     shared = environment.travelling(os.environ) | environment.of_files(os.environ)
     path = shared.pop("PYTHONPATH", None)
     rank = ["env", *(["-u", "PYTHONPATH"] if path is None else [f"PYTHONPATH={path}"]), sys.executable, "-u"]
@@ -147,57 +109,75 @@ def variables(request: Request, answers: Sequence[Answer], launch: str) -> list[
         "LAUNCH_ID": launch,
         "LAUNCH_MARKER": environment.marker_of(launch),
         "LAUNCH_FOLDER": os.getcwd(),
-        "LAUNCH_COMMAND": shlex.join([*rank, str(request.recipe), *request.overrides]),
+        "LAUNCH_COMMAND": shlex.join([*rank, str(request.recipe), *words]),
     }
+    if restart is not None:
+        shared["LAUNCH_RESTART"] = json.dumps(restart)
     found = []
     for number, answer in enumerate(answers):
-        network = answer.values["interface"]
-        chosen = {} if network is None else {"NCCL_SOCKET_IFNAME": network, "GLOO_SOCKET_IFNAME": network}
-        if request.interface is not None:
-            found.append(shared | chosen | {"LAUNCH_NODE": str(number)})
-        else:
-            found.append(chosen | shared | {"LAUNCH_NODE": str(number)})
+        network, named = answer.values["interface"], request.interface is not None
+        found.append(environment.with_network(shared, network, named=named) | {"LAUNCH_NODE": str(number)})
     return found
 
 
-def launch_run(request: Request) -> int:
-    hosts = choose_hosts(request)
+def launch_run(request: Request, options: Options) -> int:
+    config, hosts = composed(request.overrides), enough_hosts(request, options)
     check_given()
-    options = [
-        os.environ.get("PDSH_SSH_ARGS_APPEND", ""),
-        f"-p {request.ssh_port}" if request.ssh_port else "",
-        PATIENCE,
-    ]
-    ssh = Ssh(" ".join(option for option in options if option))
+    say_that_a_mask_stays()
+    ssh = Ssh(ssh_options(request.ssh_port, lost_after_s=options.lost_after_s))
     launch = secrets.token_hex(4)
-    dry = os.environ.get("DRY_RUN", "0") == "1"
-    if dry:
-        master, port = (
-            os.environ.get("MASTER_ADDR", f"ADDRESS_OF_{next(iter(hosts))}"),
-            os.environ.get("MASTER_PORT", "FREE"),
-        )
-    else:
-        if shutil.which("pdsh") is None:
-            raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
-        answers, master, port = ask_hosts(request, hosts, ssh)
-        values = variables(request, answers, launch)
-    command = command_of(request, hosts, master=master, port=port, launch=launch)
-    ranks = sum(map(len, hosts.values()))
-    print(f"{ranks} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *request.overrides])}")
-    print(shlex.join(command), flush=True)
-    if dry:
+    count = options.hosts or len(hosts)
+    first = pick(hosts, answering=list(hosts), count=count, failures={})
+    if os.environ.get("DRY_RUN", "0") == "1":
+        require_plan(config, first)
+        master = os.environ.get("MASTER_ADDR", f"ADDRESS_OF_{next(iter(first))}")
+        port = os.environ.get("MASTER_PORT", "FREE")
+        show(request, options, first, request.overrides, ssh, master=master, port=port, launch=launch)
         return 0
-    environ = environment.for_the_launcher(os.environ, ssh_options=ssh.options)
-    return run(Job(launch, tuple(hosts), tuple(command), environ, ssh), values)
+    if options.mpi:
+        openmpi.require()
+    elif shutil.which("pdsh") is None:
+        raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
+
+    def start(plan: Planned, words: Sequence[str], number: int, restart: Mapping[str, Any] | None) -> tuple[Job, Ended]:
+        answers, master, port = ask_hosts(plan.hosts, ssh, interface=request.interface)
+        attempt = f"{launch}-{number}"
+        values = variables(request, answers, attempt, words=words, restart=restart)
+        command = show(request, options, plan.hosts, words, ssh, master=master, port=port, launch=attempt)
+        environ = environment.for_the_launcher(os.environ, ssh_options=ssh.options)
+        slots = tuple(map(len, plan.hosts.values()))
+        job = Job(attempt, tuple(plan.hosts), slots, tuple(command), environ, ssh, options.lost_after_s)
+        if options.mpi:
+            values = openmpi.variables(values, plan.hosts, master=master, port=port)
+            job = replace(job, environ=openmpi.environ(os.environ), failed=openmpi.FAILED, shared=True)
+        return job, watch.run(job, values)
+
+    def ask() -> Asked:
+        hosts = enough_hosts(request, options)  # the hostfile is read again
+        return who_answers(hosts, ssh, interface=request.interface)
+
+    if count < len(hosts):
+        first = first_hosts(ask(), count)
+    require_plan(config, first)
+    policy = Policy(count, options.restarts, options.replan, request.overrides)
+    return restarts.run(config, first, policy, ask=ask, start=start)
 
 
-def check_given() -> None:
-    """MASTER_ADDR, MASTER_PORT and a device mask, where the caller's environment has them."""
-    if os.environ.get("MASTER_ADDR") == "":
-        raise ConfigError(["MASTER_ADDR is empty; give an address of the first host, or unset it"])
-    port = os.environ.get("MASTER_PORT", "0")
-    if not (port.isdigit() and int(port) < 65536):
-        raise ConfigError([f"MASTER_PORT={port} is not a port; give 1 to 65535, or unset it"])
+def show(
+    request: Request, options: Options, hosts: hostfile.Slots, words: Sequence[str], ssh: Ssh,
+    *, master: str, port: str, launch: str,
+) -> list[str]:  # fmt: skip
+    """Print what each rank and the launcher are given; the launcher's command."""
+    if options.mpi:
+        command = openmpi.command_of(hosts, launch=launch, ssh_options=ssh.options, interface=request.interface)
+    else:
+        command = command_of(request, hosts, master=master, port=port, launch=launch)
+    print(f"{ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *words])}")
+    print(shlex.join(command), flush=True)
+    return command
+
+
+def say_that_a_mask_stays() -> None:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is not None:
         print(
@@ -206,9 +186,23 @@ def check_given() -> None:
         )
 
 
+def preflight(request: Request) -> int:
+    """Its exit code. With the hosts of the request, whatever of them will be used."""
+    named = {"-i": request.include, "-e": request.exclude, "-p": request.ssh_port, "--interface": request.interface}
+    words = [word for name, value in named.items() if value for word in (name, value)]
+    script = str(ROOT / "launch" / "preflight.sh")
+    command = [script, str(request.hostfile), *words, str(request.recipe), *request.overrides]
+    return subprocess.run(command).returncode
+
+
 def main() -> int:
     try:
-        return launch_run(parse(sys.argv[1:]))
+        request = parse(sys.argv[1:], usage=USAGE, short="r:", more=OPTIONS)
+        options = options_of(request.more)
+        code = preflight(request) if options.preflight else 0
+        if code != 0:
+            return 2 if code == 1 else code  # what is red is refused as a bad configuration is
+        return launch_run(request, options)
     except ConfigError as error:
         print("\n".join(f"launch/multinode.sh: {line}" for line in error.problems), file=sys.stderr)
         return 2
@@ -217,4 +211,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # While nothing runs there is nothing to save, and a preflight that runs ends with this process.
+    signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(75))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))
     sys.exit(main())

@@ -5,9 +5,11 @@
     receive   keep the file that the launcher will source
     ask       let the ranks here finish their step and save
     end       end what is left of the launch here; whether rank 0 came to its end
+    guard     answer the launcher's signs of life, and do both where they stay away
 
-Needs psutil only. Whose process is whose stands in its environment: LAUNCH_ID, and LAUNCH_NODE as hosts may share a
-machine's process numbers. Not here: how a host is reached (remote.py).
+Of packages it needs psutil only. Whose process is whose stands in its environment: LAUNCH_ID, and LAUNCH_NODE as hosts
+may share a machine's process numbers (`all`: of what started the ranks, as mpirun gives all its daemons one
+environment). Not here: how a host is reached (remote.py).
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from parallel.hardware import device_kind
 
 MEMORY = "/dev/shm"
 
@@ -33,7 +41,8 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         return {"problem": f"{MEMORY} cannot be written; the start needs a memory file system there"}
     try:
         address, interface = _way(order["peers"], order["interface"])
-        return {"address": address, "interface": interface, "port": _port(order), "addresses": _addresses()}
+        found = {"address": address, "interface": interface, "port": _port(order), "addresses": addresses()}
+        return found | {"device": device_kind()}
     except (OSError, ValueError) as error:
         return {"problem": str(error)}
 
@@ -41,7 +50,7 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
 def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:
     """The address and interface by which this host's packets go to its peers, or those of the interface named."""
     if wanted is not None:
-        mine = _addresses()
+        mine = addresses()
         if not mine.get(wanted):
             raise ValueError(f"it has no interface {wanted} with an address; it has {', '.join(sorted(mine))}")
         return mine[wanted][0], wanted
@@ -60,10 +69,10 @@ def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:
         ways = ", ".join(f"{peer} from {address}" for address, peer in found.items())
         raise ValueError(f"it reaches its peers over several networks ({ways}); name one with --interface")
     address = next(iter(found))
-    return address, next((name for name, ones in _addresses().items() if address in ones), None)
+    return address, next((name for name, ones in addresses().items() if address in ones), None)
 
 
-def _addresses() -> dict[str, list[str]]:
+def addresses() -> dict[str, list[str]]:
     """interface -> its addresses, IPv4 first."""
     kinds = (socket.AF_INET, socket.AF_INET6)
     found = {}
@@ -122,19 +131,19 @@ def _processes(order: dict[str, Any]) -> list[psutil.Process]:
             environ = process.environ()
         except psutil.Error:
             continue
-        if (environ.get("LAUNCH_ID"), environ.get("LAUNCH_NODE")) == (order["id"], str(order["node"])):
+        if environ.get("LAUNCH_ID") == order["id"] and environ.get("LAUNCH_NODE") in (str(order["node"]), "all"):
             found.append(process)
     return found
 
 
 def ask(order: dict[str, Any]) -> dict[str, Any]:
-    """Ranks are the launcher's children; their own children have the same environment."""
-    asked = 0
+    """Ranks are the launcher's children; their own children have the same environment. signal: by which."""
+    asked, number = 0, signal.Signals[order.get("signal", "SIGUSR1")]
     for process in _processes(order):
         with contextlib.suppress(psutil.Error):
             parent = process.parent()
             if "RANK" in process.environ() and parent is not None and "RANK" not in parent.environ():
-                process.send_signal(signal.SIGUSR1)
+                process.send_signal(number)
                 asked += 1
     return {"asked": asked}
 
@@ -153,6 +162,24 @@ def end(order: dict[str, Any]) -> dict[str, Any]:
     return {"finished": finished, "ended": ended}
 
 
+def guard(order: dict[str, Any]) -> dict[str, Any]:
+    """Until the launcher says `done`. Cut off from it, or left alone by it, this host ends its ranks by itself: nobody
+    else could, and the run may have gone on without it. First they may save, as where only the launcher is gone.
+    """
+    while select.select([0], [], [], order["lost_after_s"])[0]:
+        said = os.read(0, 4096)
+        if b"done" in said:
+            return {}
+        if not said:
+            break
+        os.write(1, b"here\n")
+    ask(order)
+    deadline = time.monotonic() + order["grace_s"]
+    while _processes(order) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return end(order | {"asked": False, "early": False})
+
+
 def _end_processes(order: dict[str, Any]) -> int:
     left = _processes(order)
     for process in left:
@@ -166,5 +193,7 @@ def _end_processes(order: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    verbs = {"look": look, "meet": meet, "receive": receive, "ask": ask, "end": end}
-    print(json.dumps(verbs[sys.argv[1]](json.load(sys.stdin))))
+    verbs = {"look": look, "meet": meet, "receive": receive, "ask": ask, "end": end, "guard": guard}
+    with open(0, "rb", buffering=0, closefd=False) as unbuffered:
+        line = unbuffered.readline()  # and no byte further, for guard
+    print(json.dumps(verbs[sys.argv[1]](json.loads(line))))

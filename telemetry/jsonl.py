@@ -12,7 +12,7 @@ def lines(path: Path) -> Iterator[Any]:
     """One item a line that is not empty, read as it is asked for; None for one that is no JSON. Nothing of no file."""
     if path.exists():
         with path.open() as file:
-            yield from (_parsed(line) for line in file if line.strip())
+            yield from (parsed(line) for line in file if line.strip())
 
 
 def rows(path: Path) -> list[Any]:
@@ -20,7 +20,8 @@ def rows(path: Path) -> list[Any]:
     return [row for row in lines(path) if row is not None]
 
 
-def _parsed(line: str) -> Any:
+def parsed(line: str) -> Any:
+    """One line; None where it is no JSON."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:

@@ -105,11 +105,18 @@ def identity(run_id: str, **about: Any) -> dict[str, Any]:
         "id": run_id,
         "started": utc_now(),
         "command": shlex.join([sys.executable, *sys.argv]),
+        "launch": os.environ.get("LAUNCH_ID"),
         **about,
         "git_commit": git_commit(),
         "packages": {name: metadata.version(name) for name in PACKAGES},
         "python": sys.version.split()[0],
     }
+
+
+def restart_record() -> dict[str, Any] | None:
+    """What launch/ says where it started this run again: why, on which hosts, under which plan. None: it did not."""
+    text = os.environ.get("LAUNCH_RESTART")
+    return None if text is None else json.loads(text)
 
 
 def write_start(folder: Path, record: dict[str, Any], **files: Any) -> int:

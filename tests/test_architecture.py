@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "telemetry": {"telemetry", "parallel"},
     "engine": {"engine", "telemetry", "corpus", "model", "parallel", "conf"},
     "recipes": set(ROOMS) - {"launch"},
-    "launch": {"launch", "conf"},
+    "launch": {"launch", "conf", "parallel", "telemetry"},
 }
 HOMES = {"deepspeed": {"engine"}, "wandb": {"telemetry"}, "hydra": {"conf"}, "omegaconf": {"conf"}}
 

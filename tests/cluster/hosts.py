@@ -25,7 +25,7 @@ from types import TracebackType
 
 import psutil
 
-PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "sshd", "ssh", "ssh-keygen", "pdsh")
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "sshd", "ssh", "ssh-keygen", "pdsh", "mpirun")
 HELD = ("setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child=KILL", "--fork", "--pid", "--mount-proc", "--net")
 START = """
 set -e

@@ -6,18 +6,8 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.runs import BIN, MULTINODE, PRETRAIN, TINY, environ, finish, losses
-from tests.engine.launched import finish as finish_here
 
 AT_MOST = 1e-5  # fp32: sums in another order
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory) -> list[float]:
-    """The losses of one process on this machine."""
-    folder = tmp_path_factory.mktemp("one-rank")
-    code, output = finish_here([str(BIN / "python"), PRETRAIN, *TINY], folder, OMP_NUM_THREADS="1")
-    assert code == 0, output
-    return losses(folder)
 
 
 @pytest.mark.slow

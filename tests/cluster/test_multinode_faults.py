@@ -24,10 +24,10 @@ LONG = [*TINY, "parallel=tp1_pp2", "train.train_iters=1000000", f"cluster.hang_t
 class Training:
     """A run that goes on until something ends it."""
 
-    def __init__(self, hosts: Hosts, folder: Path):
+    def __init__(self, hosts: Hosts, folder: Path, *options: str):
         self.hosts, self.folder, self.run = hosts, folder, folder / "runs" / "default" / "r"
         self.process = hosts[0].start(
-            [MULTINODE, str(hosts.hostfile(folder / "hostfile")), PRETRAIN, *LONG],
+            [MULTINODE, str(hosts.hostfile(folder / "hostfile")), *options, PRETRAIN, *LONG],
             folder=folder, output=folder / "output.txt", environ=environ(hosts),
         )  # fmt: skip
 

@@ -37,13 +37,13 @@ ENVIRON = {
 class Launch:
     """What the ranks were given and what could be seen meanwhile."""
 
-    def __init__(self, hosts: Hosts, folder: Path):
+    def __init__(self, hosts: Hosts, folder: Path, launcher: str):
         folder.mkdir()
-        self.folder = folder
+        self.folder, self.launcher = folder, launcher
         (folder / ".deepspeed_env").write_text("# mine\n\nMY_OWN=a b=c $HOME\n")
         hostfile = hosts.hostfile(folder / "hosts")
         started = hosts[0].start(
-            [MULTINODE, str(hostfile), SHOWS, *OVERRIDES],
+            [MULTINODE, str(hostfile), "--launcher", launcher, SHOWS, *OVERRIDES],
             folder=folder, output=folder / "output.txt", environ=environ(hosts, **ENVIRON),
         )  # fmt: skip
         try:
@@ -59,9 +59,9 @@ class Launch:
         self.memory_after = [host.run(["ls", "/dev/shm"]) for host in hosts]
 
 
-@pytest.fixture(scope="module")
-def launch(hosts, tmp_path_factory) -> Launch:
-    return Launch(hosts, tmp_path_factory.mktemp("words") / "a b'$c (%n)")
+@pytest.fixture(scope="module", params=["pdsh", "openmpi"])
+def launch(hosts, tmp_path_factory, request) -> Launch:
+    return Launch(hosts, tmp_path_factory.mktemp("words") / "a b'$c (%n)", request.param)
 
 
 def test_it_ends_well_on_both_hosts_and_leaves_nothing(launch):
@@ -90,7 +90,8 @@ def test_the_listed_environment_arrives_with_any_value(launch):
 
 def test_secrets_are_in_no_output_no_command_line_and_no_file(launch):
     part = "second\\line"
-    assert any("deepspeed.launcher.launch" in line for line in launch.command_lines)
+    starter = {"pdsh": "deepspeed.launcher.launch", "openmpi": "mpirun"}[launch.launcher]
+    assert any(starter in line for line in launch.command_lines)
     seen = [launch.output, *launch.command_lines, *launch.memory]
     for path in Path(launch.folder).iterdir():
         if not re.fullmatch(r"rank-\d\.json", path.name):  # that is where the recipe of this test writes it down

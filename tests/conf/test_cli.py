@@ -100,6 +100,8 @@ def test_only_rank_0_speaks_and_the_others_leave_with_code_2(call):
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2; ranks are 0 to 1"),
         ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks (SLURM_STEP_NUM_TASKS) without RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 tasks (OMPI_COMM_WORLD_SIZE) without RANK"),
     ],
 )
 def test_ranks_that_no_world_has_are_refused(call, environ, line):
@@ -175,3 +177,11 @@ def test_multirun_inside_a_process_group_is_refused(call):
     done = call("-m", "train.lr=0.5,0.25", RANK="0", WORLD_SIZE="2")
     assert done.returncode == 2
     assert done.stderr == "error: -m would run every job inside each of 2 ranks; start one launcher a job instead\n"
+
+
+def test_torchruns_restarts_need_a_store_that_does_not_outlive_the_ranks(call):
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = call(TORCHELASTIC_MAX_RESTARTS="1", **agent)
+    assert done.returncode == 2 and "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in done.stderr
+    assert call(TORCHELASTIC_MAX_RESTARTS="0", **agent).returncode == 0
+    assert call(TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_USE_AGENT_STORE="False").returncode == 0

@@ -124,9 +124,23 @@ def test_a_killed_rank_is_restarted_from_the_checkpoint_and_wandb_goes_on(tmp_pa
         "end",
         "start",
         "resume",
+        "restart",
         "end",
     ]
+    (again,) = [event for event in events_of(run) if event["event"] == "restart"]
+    assert (again["step"], again["number"], again["of"], again["code"] != 0) == (4, 1, 1, True)
     assert (run / "complete.json").exists() and not (run / "failed.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_before_its_first_checkpoint_is_restarted_as_the_same_run(tmp_path: Path) -> None:
+    words = [word for word in TINY if not word.startswith("run.id=")]
+    command = [str(LOCAL), "-n", "2", "-r", "1", str(FAULTY), *words, "train.train_iters=3"]
+    once = str(tmp_path / "struck")
+    code, output = finish(command, tmp_path, FAULT="kill", FAULT_STEP="3", FAULT_RANK="1", FAULT_ONCE=once)
+    assert code == 0, output
+    (run,) = (tmp_path / "runs" / "default").iterdir()
+    assert steps_of(run) == [1, 2, 1, 2, 3]
 
 
 def test_resume_from_a_path_that_is_not_there_writes_nothing(tmp_path: Path) -> None:

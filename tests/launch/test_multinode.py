@@ -57,6 +57,20 @@ def test_options_stand_before_or_behind_the_hostfile_and_filters_name_every_slot
         assert (code, err) == (0, "") and "3 ranks on w0, w1" in out and "--include w0:0,1@w1:1" in out
 
 
+def test_of_spare_hosts_the_first_are_used(call):
+    code, out, _ = call("hosts", "--hosts", "1", "-r", "2", "recipes/pretrain.py", "parallel=tp2")
+    assert code == 0 and "2 ranks on w0, each" in out and "--include w0:0,1 " in out
+
+
+def test_openmpi_starts_a_process_for_every_slot_in_order_and_the_command_holds_none_of_the_users_words(call):
+    words = ["--launcher", "openmpi", "-e", "w0:0", "--interface", "ib0", "recipes/pretrain.py", "parallel=tp1"]
+    code, out, err = call("hosts", *words, "telemetry.wandb.tags=[a b]")
+    command = out.splitlines()[1]
+    assert (code, err) == (0, "") and "mpirun --map-by seq --host w0,w1,w1 -n 3 " in command
+    assert " --mca oob_tcp_if_include ib0 " in command and command.endswith(" 0:w0,1:w1,1:w1")
+    assert "wandb" not in command and "deepspeed" not in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -65,6 +79,18 @@ def test_options_stand_before_or_behind_the_hostfile_and_filters_name_every_slot
         (["none", "recipes/pretrain.py"], "none: No such file"),
         (["hosts", "-i", "w2", "recipes/pretrain.py"], "'w2' is not in the hostfile"),
         (["hosts", "-p", "ssh", "recipes/pretrain.py"], "-p ssh is not a port"),
+        (["hosts", "-r", "often", "recipes/pretrain.py"], "-r often is not a number of restarts"),
+        (["hosts", "--hosts", "0", "recipes/pretrain.py"], "--hosts 0 is not a number of hosts"),
+        (["hosts", "--hosts", "3", "recipes/pretrain.py"], "--hosts 3 but there are 2 (w0, w1); give at most that"),
+        (
+            ["hosts", "--lost-after", "1", "recipes/pretrain.py"],
+            "--lost-after 1 is not a time in seconds; give 5 or more",
+        ),
+        (["hosts", "--hosts", "1", "recipes/pretrain.py", "parallel=tp4_pp2"], "but the hosts have 2 slots"),
+        (
+            ["hosts", "--launcher", "mpich", "recipes/pretrain.py"],
+            "--launcher mpich is not offered; use pdsh or openmpi",
+        ),
         (["hosts", "recipes/nothing.py"], "there is no recipe recipes/nothing.py"),
         (["hosts", "recipes/pretrain.py", "train.lrr=1"], "did you mean train.lr?"),
         (["hosts", "recipes/pretrain.py", "train.lr=-1"], "train.lr=-1"),
@@ -133,7 +159,7 @@ def test_a_hosts_own_interface_is_named_unless_the_caller_named_one(monkeypatch,
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", given)
     request = multinode.Request(Path("hosts"), "", "", None, interface, Path("recipe.py"), ())
     answers = [Answer(host, {"interface": name}, None) for host, name in (("w0", "eth0"), ("w1", "ens3"))]
-    assert multinode.variables(request, answers, "id")[1]["NCCL_SOCKET_IFNAME"] == expected
+    assert multinode.variables(request, answers, "id", words=(), restart=None)[1]["NCCL_SOCKET_IFNAME"] == expected
 
 
 @pytest.mark.skipif(not os.path.isdir(on_host.MEMORY), reason="no memory file system")

@@ -1,0 +1,76 @@
+"""How a Slurm job's tasks become ranks: one task a host, where DeepSpeed's launcher starts the ranks, or one a rank.
+
+Which of them is told by what was asked of sbatch (SLURM_*). Several tasks on a host that are not as many as its GPUs
+are refused: nobody can tell what was meant.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from conf import hostfile
+from conf.load import ConfigError
+from conf.schema import Config
+from launch.slurm_names import expand_counts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """ranks: of each host. task_per_rank: else one task a host starts all of its ranks."""
+
+    hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
+    task_per_rank: bool
+
+    @property
+    def tasks(self) -> int:
+        return sum(self.ranks) if self.task_per_rank else len(self.hosts)
+
+    @property
+    def slots(self) -> hostfile.Slots:
+        return {host: list(range(count)) for host, count in zip(self.hosts, self.ranks, strict=True)}
+
+
+def layout(environ: Mapping[str, str], hosts: Sequence[str], config: Config) -> Layout:
+    """Of the job that `environ` describes. Raises ConfigError."""
+    tasks, gpus = _tasks(environ, hosts), _gpus(environ)
+    needed = config.parallel.tp * config.parallel.pp
+    task_per_rank = max(tasks) > 1
+    if task_per_rank:
+        ranks = tasks
+        for host, count in zip(hosts, tasks, strict=True):
+            if gpus and count != gpus:
+                raise ConfigError([
+                    f"{host} has {count} tasks and {gpus} GPUs; give --ntasks-per-node={gpus} (a task a rank) or "
+                    "--ntasks-per-node=1 (a task a host, which starts a rank a GPU)"
+                ])  # fmt: skip
+    else:
+        ranks = [gpus or needed // math.gcd(needed, len(hosts))] * len(hosts)  # on CPUs: as many as the plan needs
+    found = Layout(tuple(hosts), tuple(ranks), task_per_rank)
+    problem = hostfile.plan_problem(found.slots, tp=config.parallel.tp, pp=config.parallel.pp)
+    if problem is not None:
+        raise ConfigError([problem])
+    return found
+
+
+def _tasks(environ: Mapping[str, str], hosts: Sequence[str]) -> list[int]:
+    """Of each host. Where nobody asked for a number, SLURM_TASKS_PER_NODE may be that of the CPUs."""
+    if "SLURM_NTASKS" not in environ and "SLURM_NTASKS_PER_NODE" not in environ:
+        return [1] * len(hosts)
+    text = environ.get("SLURM_TASKS_PER_NODE", "")
+    counts = expand_counts(text)
+    if len(counts) != len(hosts):
+        raise ConfigError([
+            f"SLURM_TASKS_PER_NODE={text} speaks of {len(counts)} hosts, SLURM_JOB_NODELIST of {len(hosts)} "
+            f"({', '.join(hosts)}); submit it with sbatch -N HOSTS --ntasks-per-node=TASKS"
+        ])  # fmt: skip
+    return counts
+
+
+def _gpus(environ: Mapping[str, str]) -> int:
+    """Of the first host; 0 where the job has none."""
+    match = re.search(r"(\d+)$", environ.get("SLURM_GPUS_ON_NODE", ""))
+    return int(match[1]) if match else 0

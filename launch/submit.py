@@ -1,0 +1,193 @@
+"""Submit a recipe to Slurm after checking it here: one job, or a sweep as one array job.
+
+    python launch/submit.py --sbatch "-N 2 --gpus-per-node=8 -t 4:00:00" recipes/pretrain.py parallel=tp4_pp2
+    python launch/submit.py --sbatch "-N 1 --gpus-per-node=8" --array-limit 4 -m recipes/pretrain.py train.lr=1e-4,3e-4
+
+Prints sbatch's command and the job's number; DRY_RUN=1 stops before. --sbatch: options of sbatch. With -m each job is a
+run SWEEP-NN of the experiment SWEEP (--id; without it named by the clock), its overrides are in slurm-SWEEP.json here,
+and at most --array-limit of them run at once. Exit code: 2 for a configuration that cannot run there, else sbatch's.
+Not here: what the job does (launch/slurm.sbatch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import getopt
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conf import ranks
+from conf.cli import compose_config, parse_flags
+from conf.load import ConfigError, range_problems
+from launch.remote import ROOT
+from launch.request import find_recipe
+from launch.slurm_layout import layout
+from launch.sweep_jobs import jobs_of
+
+USAGE = (
+    'usage: python launch/submit.py [--sbatch "OPTIONS"] [--interface NAME] [-m [--id SWEEP] [--array-limit JOBS]] '
+    "RECIPE OVERRIDES..."
+)
+TRAINING = ("pretrain.py",)  # recipes whose config must fit the ranks; others decide for themselves
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The command line. words: of the recipe, its flags too."""
+
+    sbatch: tuple[str, ...]
+    interface: tuple[str, ...]
+    limit: str | None
+    sweep: str | None
+    recipe: Path
+    words: tuple[str, ...]
+
+
+def parse(argv: Sequence[str]) -> Submission:
+    try:
+        options, words = getopt.getopt(argv, "m", ["sbatch=", "interface=", "array-limit=", "id=", "multirun"])
+    except getopt.GetoptError as error:
+        raise ConfigError([f"{error}; {USAGE}"]) from None
+    if not words:
+        raise ConfigError([USAGE])
+    given = dict(options)
+    flags = parse_flags(words[1:])
+    many = flags.multirun or "-m" in given or "--multirun" in given
+    limit, sweep = given.get("--array-limit"), given.get("--id")
+    if not many and (limit is not None or sweep is not None):
+        raise ConfigError(["--id and --array-limit are for a sweep; add -m"])
+    if limit is not None and not re.fullmatch(r"[1-9]\d*", limit):
+        raise ConfigError([f"--array-limit {limit} is not a number of jobs; give 1 or more"])
+    if sweep is not None and not NAME.fullmatch(sweep):
+        raise ConfigError([f"--id {sweep} is no name of a folder; use letters, digits, '.', '_' and '-'"])
+    if many and sweep is None:
+        sweep = time.strftime("sweep-%Y%m%d-%H%M%S", time.gmtime())
+    interface = ("--interface", given["--interface"]) if "--interface" in given else ()
+    recipe = find_recipe(words[0])
+    own = tuple(word for word in words[1:] if word not in ("-m", "--multirun"))
+    return Submission(tuple(shlex.split(given.get("--sbatch", ""))), interface, limit, sweep, recipe, own)
+
+
+def asked(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What of sbatch's options decides the ranks: hosts, without their names, and what Slurm would say on them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for names in (
+        ("-N", "--nodes"),
+        ("-n", "--ntasks"),
+        ("--ntasks-per-node",),
+        ("-G", "--gpus"),
+        ("--gpus-per-node",),
+    ):
+        parser.add_argument(*names)
+    parser.add_argument("--gres")
+    given = {name: number(value) for name, value in vars(parser.parse_known_args(options)[0]).items()}
+    nodes, tasks, per_node = given["nodes"] or 1, given["ntasks"], given["ntasks_per_node"]
+    if per_node is None and tasks is not None and given["nodes"] is not None:
+        per_node = -(-tasks // nodes)
+    environ = {}
+    if per_node is not None:
+        environ = {"SLURM_NTASKS_PER_NODE": str(per_node), "SLURM_TASKS_PER_NODE": f"{per_node}(x{nodes})"}
+    elif tasks is not None:  # on as many hosts as Slurm likes
+        environ = {"SLURM_NTASKS": str(tasks), "SLURM_TASKS_PER_NODE": str(tasks)}
+    gpus = given["gpus_per_node"] or given["gres"]
+    if gpus is None and given["gpus"] is not None and (per_node is not None or tasks is None):
+        gpus = given["gpus"] // nodes
+    if gpus:
+        environ["SLURM_GPUS_ON_NODE"] = str(gpus)
+    return [f"host {one}" for one in range(nodes)], environ
+
+
+def number(value: str | None) -> int | None:
+    """Of `4`, `2-4` (the least), `a100:8` and `gpu:a100:8`; None where there is none."""
+    if value is None:
+        return None
+    match = re.match(r"(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)", value)
+    return int(match[1]) if match else None
+
+
+def problems_of(submission: Submission, overrides: Sequence[str], *, config_dir: str | None) -> list[str]:
+    """Why one job cannot run as it is asked for."""
+    try:
+        config = compose_config(overrides, config_dir=config_dir)
+        problems = range_problems(config)
+        if problems:
+            return problems
+        hosts, environ = asked(submission.sbatch)
+        found = layout(environ, hosts, config)
+    except ConfigError as error:
+        return list(error.problems)
+    if submission.recipe.name not in TRAINING:
+        return []
+    device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
+    return ranks.problems(config, world_size=sum(found.ranks), device=device)
+
+
+def prepare(submission: Submission) -> tuple[list[str], Path | None, list[tuple[str, ...]]]:
+    """sbatch's command; for a sweep the file of its jobs, and these. Raises ConfigError with every job's problems."""
+    flags = parse_flags(submission.words)
+    script = [str(ROOT / "launch" / "slurm.sbatch"), *submission.interface]
+    command = ["sbatch", "--parsable", *submission.sbatch]
+    if submission.sweep is None:
+        problems = problems_of(submission, flags.overrides, config_dir=flags.config_dir)
+        if problems:
+            raise ConfigError(problems)
+        return [*command, *script, str(submission.recipe), *submission.words], None, []
+    jobs = jobs_of(flags.overrides, submission.sweep, config_dir=flags.config_dir)
+    problems = [
+        f"job {job.number} ({' '.join(job.swept)}): {line}"
+        for job in jobs
+        for line in problems_of(submission, job.overrides, config_dir=flags.config_dir)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    path = Path.cwd() / f"slurm-{submission.sweep}.json"
+    command.append(f"--array=0-{len(jobs) - 1}{'' if submission.limit is None else f'%{submission.limit}'}")
+    more = [] if flags.config_dir is None else ["--config-dir", flags.config_dir]
+    return (
+        [*command, *script, "--jobs", str(path), str(submission.recipe), *more],
+        path,
+        [job.overrides for job in jobs],
+    )
+
+
+def submit(submission: Submission) -> int:
+    command, path, jobs = prepare(submission)
+    print(shlex.join(command), flush=True)
+    for one, overrides in enumerate(jobs):
+        print(f"task {one}: {shlex.join(overrides)}")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        return 0
+    if shutil.which("sbatch") is None:
+        raise ConfigError(["sbatch is not on the PATH; submit from a host that has Slurm's commands"])
+    if path is not None:
+        if path.exists() and json.loads(path.read_text()) != [list(one) for one in jobs]:
+            raise ConfigError([f"{path} holds another sweep; give this one another --id"])
+        path.write_text(json.dumps(jobs, indent=1) + "\n")
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0 or done.stdout:
+        print(f"job {done.stdout.strip().partition(';')[0]}; see squeue, and slurm-JOB.out here")
+    return done.returncode
+
+
+def main() -> int:
+    try:
+        return submit(parse(sys.argv[1:]))
+    except ConfigError as error:
+        print("\n".join(f"launch/submit.py: {line}" for line in error.problems), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""launch/submit.py with a fake sbatch: what it submits, and what it refuses before."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch import submit
+
+RECIPE = "recipes/pretrain.py"
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """(code, stdout, stderr), and the words that sbatch got."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sbatch").write_text('#!/bin/bash\nprintf "%s\\0" "$@" > words; echo "17;cluster"; exit ${FAILS:-0}\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["submit.py", *arguments])
+        code = submit.main()
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def words() -> list[str]:
+    return Path("words").read_text().split("\0")[:-1] if Path("words").exists() else []
+
+
+def test_one_job_is_submitted_with_its_words_intact(call):
+    code, out, _ = call(
+        "--sbatch", "-N 2 -t 4:00:00 --comment 'a b'", RECIPE, "parallel=tp1_pp2", "telemetry.wandb.tags=[a b]"
+    )
+    assert code == 0 and out.splitlines()[-1].startswith("job 17;")
+    assert words()[:6] == ["--parsable", "-N", "2", "-t", "4:00:00", "--comment"] and words()[6] == "a b"
+    assert words()[7].endswith("launch/slurm.sbatch") and words()[-2:] == [
+        "parallel=tp1_pp2",
+        "telemetry.wandb.tags=[a b]",
+    ]
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_a_sweep_is_one_array_job_whose_words_are_in_a_file(call, where):
+    front, behind = (["-m"], []) if where == "before" else ([], ["-m"])
+    code, _, _ = call(
+        "--array-limit",
+        "2",
+        "--id",
+        "s",
+        *front,
+        RECIPE,
+        *behind,
+        "parallel=tp1_pp2,tp2_pp1",
+        "train.sample_prompt='$a b'",
+    )
+    assert code == 0
+    assert words()[:2] == ["--parsable", "--array=0-1%2"]
+    assert words()[-3:-1] == ["--jobs", str(Path.cwd() / "slurm-s.json")] and words()[-1].endswith(RECIPE)
+    jobs = json.loads(Path("slurm-s.json").read_text())
+    assert [job[0] for job in jobs] == ["parallel=tp1_pp2", "parallel=tp2_pp1"]
+    assert all("train.sample_prompt='$a b'" in job and "run.experiment=s" in job for job in jobs)
+    assert [next(word for word in job if word.startswith("run.id=")) for job in jobs] == ["run.id=s-00", "run.id=s-01"]
+
+
+def test_a_dry_run_prints_and_writes_nothing(call, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRY_RUN", "1")
+    code, out, _ = call("--id", "s", "-m", RECIPE, "train.lr=1e-4,3e-4")
+    assert code == 0 and out.startswith("sbatch --parsable --array=0-1 ") and "task 1: train.lr=0.0003" in out
+    assert words() == [] and not (tmp_path / "slurm-s.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "usage: python launch/submit.py"),
+        (["--nope", RECIPE], "option --nope not recognized"),
+        (["recipes/nothing.py"], "there is no recipe recipes/nothing.py"),
+        ([RECIPE, "train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?"),
+        (
+            ["--sbatch", "-N 3 --ntasks-per-node=1 --gpus-per-node=1", RECIPE, "parallel=tp2"],
+            "does not divide the 3 slots",
+        ),
+        (["--sbatch", "-N2 -n6 --gres=gpu:a100:8", RECIPE], "host 0 has 3 tasks and 8 GPUs"),
+        (["--sbatch", "--nodes=2 --gpus-per-node=8", RECIPE, "train.global_batch_size=8"], "train.global_batch_size=8"),
+        (["-m", "--sbatch", "-n 4", RECIPE, "parallel.tp=2,3"], "job 1 (parallel.tp=3): parallel.tp=3"),
+        (["--array-limit", "2", RECIPE], "are for a sweep; add -m"),
+        (["-m", "--array-limit", "0", RECIPE], "--array-limit 0 is not a number of jobs"),
+        (["-m", "--id", "../x", RECIPE], "--id ../x is no name of a folder"),
+        ([RECIPE, "train.lr=1e-4,3e-4"], "-m for one run of each"),
+    ],
+)
+def test_what_cannot_be_ends_with_code_2_before_anything_is_submitted(call, arguments, line):
+    code, _, err = call(*arguments)
+    assert code == 2 and line in err and words() == []
+    assert all(one.startswith("launch/submit.py: ") for one in err.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        (["-N", "2", "--ntasks-per-node=8"], 16),
+        (["-N", "2", "-n", "4"], 4),
+        (["-n4"], 4),
+        (["--nodes=2-4", "--gpus-per-node=h100:8"], 16),
+        (["-N", "2", "-G", "16"], 16),
+        (["--gres=gpu:4", "-p", "gpu"], 4),
+        (["-p", "gpu"], 1),
+    ],
+)
+def test_the_ranks_asked_for_are_read_from_sbatchs_options(options, ranks):
+    from conf.cli import compose_config
+    from launch.slurm_layout import layout
+
+    hosts, environ = submit.asked(options)
+    assert sum(layout(environ, hosts, compose_config([])).ranks) == ranks
+
+
+def test_sbatchs_code_is_passed_on_and_another_sweep_is_not_overwritten(call, monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    assert call(RECIPE)[0] == 1
+    monkeypatch.setenv("FAILS", "0")
+    assert call("--id", "s", "-m", RECIPE, "train.lr=1e-4,3e-4")[0] == 0
+    assert call("--id", "s", "-m", RECIPE, "train.lr=1e-4,3e-4")[0] == 0  # the same again goes on with its runs
+    code, _, err = call("--id", "s", "-m", RECIPE, "train.lr=1e-4,2e-4")
+    assert code == 2 and "slurm-s.json holds another sweep" in err
+
+
+def test_a_folder_of_more_groups_reaches_the_jobs(call, tmp_path):
+    (tmp_path / "more" / "model").mkdir(parents=True)
+    (tmp_path / "more" / "model" / "mine.yaml").write_text("defaults:\n  - llama_tiny\nnum_layers: 2\n")
+    code, _, err = call("-m", RECIPE, "--config-dir", "more", "model=mine,llama_tiny")
+    assert code == 0, err
+    assert words()[-2:] == ["--config-dir", "more"]
