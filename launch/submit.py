@@ -39,7 +39,7 @@ USAGE = (
     'usage: python launch/submit.py [--sbatch "OPTIONS"] [--interface NAME] [-m [--id SWEEP] [--array-limit JOBS]] '
     "RECIPE OVERRIDES..."
 )
-TRAINING = ("pretrain.py",)  # recipes whose config must fit the ranks; others decide for themselves
+TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
