@@ -98,7 +98,7 @@ def run_of(run: RunConfig, launch: str | None) -> Path | None:
         return None
     starts = run_folder_path(run, ".").glob("*/starts/*.json")
     for path in sorted(starts, key=lambda path: path.stat().st_mtime, reverse=True):
-        if json.loads(path.read_text())["identity"].get("launch") == launch:
+        if json.loads(path.read_text()).get("identity", {}).get("launch") == launch:
             return path.parents[1]
     return None
 
@@ -209,9 +209,9 @@ def _counted(hosts: Slots) -> dict[str, int]:
 
 
 def failure_of(folder: Path | None) -> dict[str, Any]:
-    """What the ranks themselves said of it; nothing where they had no time to."""
+    """What the ranks themselves said of it; nothing where they had no time to, or to end the line."""
     path = folder / "failed.json" if folder is not None else None
-    return json.loads(path.read_text()) if path is not None and path.exists() else {}
+    return jsonl.parsed(path.read_text()) or {} if path is not None and path.exists() else {}
 
 
 def _host_of(rank: int | None, job: Job) -> list[str]:
