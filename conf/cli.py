@@ -63,8 +63,8 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
     _run(planned)
 
 
-def require_plan(config: Config, *, world_size: int, device: str) -> None:
-    """ConfigError with every problem of the config on so many ranks."""
+def require_plan(config: Config, *, world_size: int, device: str | None) -> None:
+    """ConfigError with every problem of the config on so many ranks. device: None where it is not this machine's."""
     problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
     problems += profile_problems(config, world_size=world_size)
     if problems:

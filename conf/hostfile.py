@@ -100,15 +100,20 @@ def chosen(hosts: Slots, *, include: str = "", exclude: str = "") -> Slots:
     return left
 
 
+def ranks(hosts: Mapping[str, list[int]]) -> int:
+    """One a slot."""
+    return sum(map(len, hosts.values()))
+
+
 def plan_problem(hosts: Mapping[str, list[int]], *, tp: int, pp: int) -> str | None:
     """Why so many ranks cannot share out tp x pp; None where they can."""
-    ranks = sum(map(len, hosts.values()))
-    if ranks % (tp * pp) == 0:
+    count = ranks(hosts)
+    if count % (tp * pp) == 0:
         return None
     slots = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items())
-    more = ranks + -ranks % (tp * pp)
+    more = count + -count % (tp * pp)
     return (
-        f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} does not divide the {ranks} slots of the hosts ({slots}); "
+        f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} does not divide the {count} slots of the hosts ({slots}); "
         f"give {more} slots, or {more - tp * pp}" if more > tp * pp else
-        f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} ranks but the hosts have {ranks} slots ({slots}); give {more}"
+        f"parallel.tp={tp} x parallel.pp={pp} = {tp * pp} ranks but the hosts have {count} slots ({slots}); give {more}"
     )  # fmt: skip

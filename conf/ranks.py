@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 from conf.cli import compose_config, parse_flags, without_launcher_arguments
 from conf.load import ConfigError, range_problems
-from conf.profile_windows import profile_problems
 from conf.schema import Config
 from parallel import rules
 from parallel.hardware import device_count, device_kind
@@ -44,14 +43,6 @@ def choose(
         f"parallel.tp={config.parallel.tp} x parallel.pp={config.parallel.pp} = {needed} ranks but this machine has "
         f"{devices} GPUs; use a smaller plan, or DS_ACCELERATOR=cpu"
     ])  # fmt: skip
-
-
-def problems(config: Config, *, world_size: int, device: str | None) -> list[str]:
-    """Why training under this config cannot run on so many ranks of a device that may not be this machine's."""
-    return [
-        *rules.problems(config, world_size=world_size, device=device),
-        *profile_problems(config, world_size=world_size),
-    ]
 
 
 def _most(config: Config, devices: int, device: str) -> int:

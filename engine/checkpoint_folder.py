@@ -33,11 +33,6 @@ class DamagedError(ValueError):
     """A checkpoint that is not what was written."""
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """Bytes of one checkpoint: fp32 weights and two moments."""
-    return 4 * len(KINDS) * parameters
-
-
 def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 

@@ -18,7 +18,6 @@ from engine.checkpoint_folder import (
     ADAPTER_CONFIG,
     WEIGHTS,
     DamagedError,
-    checkpoint_bytes,
     list_checkpoints,
     read_manifest,
     remove_leftovers,
@@ -30,8 +29,7 @@ from engine.initial_weights import adapter_folder, load_adapter, load_weights
 from engine.safetensors_files import TensorFolder
 from engine.session import announce
 from engine.weight_folders import open_weights, problems_of
-from parallel.adapters import trained_count
-from parallel.sizes import parameter_count
+from parallel.adapters import checkpoint_bytes
 from telemetry.redact import redacted
 from telemetry.run_folder import (
     InUseError,
@@ -88,7 +86,7 @@ def choose_start(config: Config, *, rank: int) -> Start:
 
 def _require_room(config: Config) -> None:
     """ValueError where the disk that runs are kept on has no room for one checkpoint."""
-    need = checkpoint_bytes(trained_count(config, of_model=parameter_count(config.model)))
+    need = checkpoint_bytes(config)
     folder = run_folder_path(config.run, "id")
     folder = next(parent for parent in folder.parents if parent.is_dir())
     free = shutil.disk_usage(folder).free

@@ -44,12 +44,9 @@ shift
 [[ -f $recipe ]] || recipe=$root/$recipe
 [[ -f $recipe ]] || die "there is no recipe ${recipe#"$root"/}; see recipes/"
 
-if [[ -x $root/.venv/bin/deepspeed ]]; then
-    bin=$root/.venv/bin
-else
-    found=$(command -v deepspeed) || die "deepspeed is neither in .venv nor on the PATH; run make train or make test once"
-    bin=$(dirname "$found")
-fi
+# shellcheck source=launch/python.sh
+source "$root/launch/python.sh"
+find_bin launch/local.sh
 
 ask() { # a module of this repository, by name
     PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$bin/python" "$@"

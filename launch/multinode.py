@@ -28,7 +28,7 @@ from conf.load import ConfigError
 from launch import environment, openmpi, restarts, watch
 from launch.ask import Asked, ask_hosts, who_answers
 from launch.remote import ROOT, Answer, Ssh, ssh_options
-from launch.replan import Planned, ranks
+from launch.replan import Planned
 from launch.request import Request, check_given, composed, enough_hosts, parse, require_plan
 from launch.restarts import Policy, first_hosts, pick
 from launch.watch import LOST_AFTER_S, Ended, Job
@@ -157,7 +157,7 @@ def show(
         command = openmpi.command_of(hosts, launch=launch, ssh_options=ssh.options, interface=request.interface)
     else:
         command = command_of(request, hosts, master=master, port=port, launch=launch)
-    print(f"{ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *words])}")
+    print(f"{hostfile.ranks(hosts)} ranks on {', '.join(hosts)}, each: {shlex.join([str(request.recipe), *words])}")
     print(shlex.join(command), flush=True)
     return command
 

@@ -9,28 +9,24 @@ from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
-from conf.load import ConfigError, range_problems
+from conf.cli import require_plan
 from conf.schema import Config
-from parallel import memory, rules
+from parallel import memory
+from parallel.adapters import checkpoint_bytes
 from parallel.plan import ParallelPlan
-from parallel.sizes import parameter_count
 from telemetry.run_folder import run_folder_path
-
-KINDS, FP32 = 3, 4  # a checkpoint holds weights and AdamW's two moments, all of them in fp32
 
 
 def needs(config: Config, ranks: Sequence[int], *, world_size: int, device: str) -> dict[str, Any]:
     """rank_bytes: of each of the host's ranks; host_bytes: of states that they offload. ConfigError without a plan."""
-    problems = [*range_problems(config), *rules.problems(config, world_size=world_size, device=device)]
-    if problems:
-        raise ConfigError(problems)
+    require_plan(config, world_size=world_size, device=device)
     plan = ParallelPlan.from_config(config, world_size, device=device)
     ledgers = memory.predict(config, plan, device=device)
     mine = [ledgers[plan.coordinate(rank)[0]] for rank in ranks]
     return {
         "rank_bytes": [ledger.total for ledger in mine],
         "host_bytes": sum(ledger.host for ledger in mine),
-        "checkpoint_bytes": KINDS * FP32 * parameter_count(config.model),
+        "checkpoint_bytes": checkpoint_bytes(config),
         "checkpoints": max(0, checkpoints(config) - held(config)),
     }
 

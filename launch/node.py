@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf.hostfile import Slots
+from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from launch import environment, meeting, on_host
 from launch.ask import check_address
@@ -155,7 +155,7 @@ def launch_part(node: Node) -> int:
     number, names = which(node, hosts), list(hosts)
     given, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", DEFAULT_PORT)
     rank = [*devices(hosts[names[number]], os.environ), sys.executable, "-u", str(request.recipe), *request.overrides]
-    print(f"node {number} of {', '.join(hosts)}, {sum(map(len, hosts.values()))} ranks, each: {shlex.join(rank)}")
+    print(f"node {number} of {', '.join(hosts)}, {ranks(hosts)} ranks, each: {shlex.join(rank)}")
     if os.environ.get("DRY_RUN", "0") == "1":
         print(shlex.join(command_of(request, hosts, number, master=given or names[0], port=port)))
         return 0

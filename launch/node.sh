@@ -18,16 +18,6 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [[ -x $root/.venv/bin/deepspeed ]]; then
-    bin=$root/.venv/bin
-elif found=$(command -v deepspeed); then
-    bin=$(dirname "$found")
-else
-    echo "launch/node.sh: deepspeed is neither in .venv nor on the PATH; run make train or make test once" >&2
-    exit 2
-fi
-if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
-    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-    exit $(($# == 0 ? 2 : 0))
-fi
-exec "$bin/python" "$root/launch/node.py" "$@"
+# shellcheck source=launch/python.sh
+source "$root/launch/python.sh"
+run_python node "$@"

@@ -55,17 +55,13 @@ def choose(request: Request) -> tuple[hostfile.Slots, hostfile.Slots, str]:
     return hosts, first, config.precision.dtype.value
 
 
-def ranks(hosts: hostfile.Slots) -> int:
-    return sum(map(len, hosts.values()))
-
-
 def check(request: Request, transport: Transport) -> int:
     hosts, first, dtype = choose(request)
     check_given()
     verbs = [verb for verb in VERBS if verb != "rates" or "quick" not in request.more]
     spares = f" (spares: {', '.join(list(hosts)[len(first) :])})" if len(first) < len(hosts) else ""
     words = shlex.join([str(request.recipe), *request.overrides])
-    print(f"{ranks(first)} ranks on {', '.join(first)}{spares}, each: {words}")
+    print(f"{hostfile.ranks(first)} ranks on {', '.join(first)}{spares}, each: {words}")
     print(f"{shlex.join(transport.command('HOST', 'VERB'))} for {', '.join(verbs)}", flush=True)
     if os.environ.get("DRY_RUN", "0") == "1":
         return 0

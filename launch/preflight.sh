@@ -13,14 +13,6 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-if [[ -x $root/.venv/bin/python ]]; then
-    python=$root/.venv/bin/python
-elif ! python=$(command -v python3); then
-    echo "launch/preflight.sh: there is neither .venv nor a python3 on the PATH; run make train or make test once" >&2
-    exit 2
-fi
-if [[ $# -eq 0 || $1 == -h || $1 == --help ]]; then
-    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
-    exit $(($# == 0 ? 2 : 0))
-fi
-exec "$python" "$root/launch/preflight.py" "$@"
+# shellcheck source=launch/python.sh
+source "$root/launch/python.sh"
+run_python preflight "$@"

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from conf.hostfile import Slots
+from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from launch import environment, preflight_checks, preflight_machine, preflight_rates
 from launch.ask import REACH_S, check_address
@@ -95,7 +95,7 @@ class Preflight:
 
     @property
     def _world_size(self) -> int:
-        return sum(map(len, self.first.values()))
+        return ranks(self.first)
 
     def _environ(self, interface: str | None) -> dict[str, str]:
         """Of a rank on a host that meets the others over that interface, as launch/multinode.py gives it."""

@@ -18,7 +18,7 @@ from itertools import product
 from math import gcd
 from typing import Any
 
-from conf.hostfile import Slots
+from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from conf.schema import Config, Recompute, Schedule
 from parallel import memory, rules
@@ -42,10 +42,6 @@ class Planned:
     plan: dict[str, Any]
     chosen_by: str  # configuration, planner, order
     why: str
-
-
-def ranks(hosts: Slots) -> int:
-    return sum(map(len, hosts.values()))
 
 
 def planned(config: Config, hosts: Slots, *, most: int, device: str) -> Planned:

@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf import hostfile
+from conf import cli, hostfile
 from conf.cli import compose_config, parse_flags
 from conf.load import ConfigError, range_problems
 from conf.schema import Config
 from launch.remote import ROOT
-from parallel import rules
 
 TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
 SHORT = {"-i": "include", "-e": "exclude", "-p": "ssh_port"}
@@ -51,7 +50,11 @@ def parse(argv: Sequence[str], *, usage: str, short: str = "", more: Sequence[st
         raise ConfigError([f"{error}; {usage}"]) from None
     if not words:
         raise ConfigError([usage])
-    given = {SHORT.get(name, name.lstrip("-")): value for name, value in [*before, *after]}
+    given: dict[str, str] = {}
+    for option, value in [*before, *after]:
+        name = SHORT.get(option, option.lstrip("-"))
+        if given.setdefault(name, value) != value:
+            raise ConfigError([f"--{name} is given twice: {given[name]} and {value}; give it once"])
     for name in ("include", "exclude", "interface"):
         if given.get(name) == "":  # as of an unset variable, which did not mean all hosts, or any network
             raise ConfigError([f"--{name} is empty; give it a value, or leave it out"])
@@ -100,10 +103,10 @@ def enough_hosts(request: Request) -> tuple[hostfile.Slots, int]:
     return hosts, int(count)
 
 
-def composed(overrides: Sequence[str]) -> Config:
+def composed(words: Sequence[str], *, config_dir: str | None = None) -> Config:
     """The configuration of these words, every knob within its range. Raises ConfigError."""
-    flags = parse_flags(overrides)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir)
+    flags = parse_flags(words)
+    config = compose_config(flags.overrides, config_dir=flags.config_dir or config_dir)
     problems = range_problems(config)
     if problems:
         raise ConfigError(problems)
@@ -113,11 +116,10 @@ def composed(overrides: Sequence[str]) -> Config:
 def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
     """ConfigError where the configured plan cannot use these slots."""
     problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
-    problems = [] if problem is None else [problem]
-    if problem is None and recipe.name in TRAINING:
-        problems = rules.problems(config, world_size=sum(map(len, hosts.values())), device=None)
-    if problems:
-        raise ConfigError(problems)
+    if problem is not None:
+        raise ConfigError([problem])
+    if recipe.name in TRAINING:
+        cli.require_plan(config, world_size=hostfile.ranks(hosts), device=None)
 
 
 def check_given() -> None:

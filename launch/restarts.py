@@ -24,11 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import compose_config, parse_flags
-from conf.hostfile import Slots
+from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from conf.schema import Config, RunConfig
 from launch.ask import Asked
-from launch.replan import Planned, described, planned, ranks
+from launch.replan import Planned, described, planned
 from launch.watch import Ended, Job, end_left, say
 from parallel.plan import PlanError
 from telemetry import jsonl

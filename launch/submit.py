@@ -27,11 +27,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf import ranks
-from conf.cli import compose_config, parse_flags
-from conf.load import ConfigError, range_problems
+from conf.cli import parse_flags, require_plan
+from conf.load import ConfigError
 from launch.remote import ROOT
-from launch.request import TRAINING, find_recipe, split
+from launch.request import TRAINING, composed, find_recipe, split
 from launch.slurm_layout import layout
 from launch.sweep_jobs import jobs_of
 
@@ -119,18 +118,15 @@ def number(value: str | None) -> int | None:
 def problems_of(submission: Submission, overrides: Sequence[str], *, config_dir: str | None) -> list[str]:
     """Why one job cannot run as it is asked for."""
     try:
-        config = compose_config(overrides, config_dir=config_dir)
-        problems = range_problems(config)
-        if problems:
-            return problems
+        config = composed(overrides, config_dir=config_dir)
         hosts, environ = asked(submission.sbatch)
         found = layout(environ, hosts, config)
+        if submission.recipe.name in TRAINING:
+            device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
+            require_plan(config, world_size=sum(found.ranks), device=device)
     except ConfigError as error:
         return list(error.problems)
-    if submission.recipe.name not in TRAINING:
-        return []
-    device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
-    return ranks.problems(config, world_size=sum(found.ranks), device=device)
+    return []
 
 
 def prepare(submission: Submission) -> tuple[list[str], Path | None, list[tuple[str, ...]]]:
@@ -182,6 +178,9 @@ def submit(submission: Submission) -> int:
 
 def main() -> int:
     try:
+        if sys.argv[1:] in (["-h"], ["--help"]):
+            print(f"{__doc__}\n{USAGE}")
+            return 0
         return submit(parse(sys.argv[1:]))
     except ConfigError as error:
         print("\n".join(f"launch/submit.py: {line}" for line in error.problems), file=sys.stderr)

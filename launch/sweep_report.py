@@ -5,7 +5,6 @@ Not here: what the runs reached side by side, which recipes/compare.py prints of
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from launch.remote import ROOT
 from launch.sweep_pool import Ended
+from telemetry import jsonl
 
 STOPPED = 75  # as launch/local.sh: on request, with a checkpoint saved
 WORDS = {0: "finished", 2: "refused", STOPPED: "saved and stopped", 76: "stopped by an alert", None: "not started"}
@@ -32,7 +32,7 @@ def outcome(code: int | None) -> str:
 def line_of(ended: Ended) -> str:
     """Of a job that ended."""
     head = f"{ended.task.job.run_id} {outcome(ended.code)} after {ended.seconds:.0f} s"
-    return head if ended.code == 0 else f"{head}: {last_words(ended.task.log)}; {ended.task.log}"
+    return head if ended.code in (0, STOPPED) else f"{head}: {last_words(ended.task.log)}; {ended.task.log}"
 
 
 def last_words(log: Path) -> str:
@@ -53,7 +53,5 @@ def table(codes: Sequence[tuple[str, int | None, float | None, Sequence[str]]]) 
 
 def last_value(folder: Path, metric: str) -> float | None:
     """Of a metric in a run's metrics.jsonl; None where it has none that is a number."""
-    path = folder / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    found = [row[metric] for row in rows if isinstance(row.get(metric), (int, float))]
+    found = [row[metric] for row in jsonl.rows(folder / "metrics.jsonl") if isinstance(row.get(metric), (int, float))]
     return float(found[-1]) if found and math.isfinite(found[-1]) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conf.schema import Config, Family, LoraConfig, ModelConfig
-from parallel.sizes import sizes
+from parallel.sizes import parameter_count, sizes
 from parallel.states import Tensors
 
 ALL_LINEAR = "all-linear"
@@ -73,6 +73,7 @@ def adapter_count(config: Config) -> int:
     return config.model.num_layers * block_adapters(config.model, config.lora, tp=1).total
 
 
-def trained_count(config: Config, *, of_model: int) -> int:
-    """Values that a run trains and keeps in a checkpoint: the adapters', or all `of_model`."""
-    return adapter_count(config) if config.lora.rank > 0 else of_model
+def checkpoint_bytes(config: Config) -> int:
+    """Of one checkpoint: what the run trains, adapters or the whole model, and its two moments, in fp32."""
+    trained = adapter_count(config) if config.lora.rank > 0 else parameter_count(config.model)
+    return 3 * 4 * trained

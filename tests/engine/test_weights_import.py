@@ -26,6 +26,13 @@ from tests.model.test_huggingface import CASES, batch, theirs
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+class Runs:
+    """What a pickle may be: it calls what it likes as it is read (here a failure that no reader would name so)."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exit, ("the pickle ran",)
+
+
 def silent(line: str) -> None:
     pass
 
@@ -112,7 +119,7 @@ def test_a_pickle_of_older_versions_is_read_without_running_it(tmp_path: Path) -
     exported(tmp_path / "b", tmp_path / "c")
     assert_same(values_of(tmp_path / "c"), tensors)
     assert open_stored(tmp_path / "b").config.model.num_layers == model.num_layers
-    torch.save({"model.norm.weight": Path("code")}, tmp_path / "a" / "pytorch_model.bin")
+    torch.save({"model.norm.weight": Runs()}, tmp_path / "a" / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read .* save it again with transformers"):
         import_weights(tmp_path / "a", tmp_path / "d", ignored=(), say=silent)
     (tmp_path / "a" / "pytorch_model.bin").rename(tmp_path / "a" / "pytorch_model.bin.index.json")

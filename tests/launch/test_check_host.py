@@ -12,10 +12,9 @@ import pytest
 
 from conf.cli import compose_config
 from conf.load import fingerprint
-from engine.checkpoint_folder import checkpoint_bytes
 from launch import check_host, needs
 from launch.check_gpus import gpus
-from parallel.sizes import parameter_count
+from parallel.sizes import parameter_count, sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "check_host.py"
@@ -210,6 +209,12 @@ def test_needs_are_those_of_the_ranks_of_this_host():
     assert (
         first["rank_bytes"] != last["rank_bytes"] and len(set(last["rank_bytes"])) == 1
     )  # stages differ, ranks do not
-    assert first["checkpoint_bytes"] == checkpoint_bytes(parameter_count(config.model))
+    assert first["checkpoint_bytes"] == 3 * 4 * parameter_count(config.model)
+    adapters = compose_config(["model=llama_tiny", "parallel=tp1", "lora=all_linear", "lora.rank=2"])
+    hidden, ffn, layers = config.model.hidden_size, sizes(config.model).ffn_hidden_size, config.model.num_layers
+    key_value = sizes(config.model).num_key_value_heads * sizes(config.model).head_dim
+    a_and_b = 4 * hidden + 2 * (hidden + key_value) + 3 * (hidden + ffn)  # q, o; k, v; gate, up, down
+    kept = needs.needs(adapters, [0], world_size=1, device="cpu")["checkpoint_bytes"]
+    assert kept == 3 * 4 * 2 * layers * a_and_b  # adapters alone, of rank 2
     offloaded = compose_config(["model=llama_tiny", "parallel=tp1", "zero.offload_optimizer=true"])
     assert needs.needs(offloaded, [0], world_size=1, device="cuda")["host_bytes"] > 0

@@ -91,6 +91,8 @@ def test_openmpi_starts_a_process_for_every_slot_in_order_and_the_command_holds_
         (["hosts", "-p", "ssh", "recipes/pretrain.py"], "-p ssh is not a port"),
         (["hosts", "-r", "often", "recipes/pretrain.py"], "-r often is not a number of restarts"),
         (["hosts", "-r", "²", "recipes/pretrain.py"], "-r ² is not a number of restarts"),
+        (["hosts", "-i", "w0", "-i", "w1", "recipes/pretrain.py"], "--include is given twice: w0 and w1"),
+        (["hosts", "recipes/pretrain.py", "telemetry.profile.steps=9-3"], "telemetry.profile.steps"),
         (["hosts", "-p", "²", "recipes/pretrain.py"], "-p ² is not a port"),
         (["hosts", "--hosts", "²", "recipes/pretrain.py"], "--hosts ² is not a number of hosts"),
         (["hosts", "-i", "", "recipes/pretrain.py"], "--include is empty"),

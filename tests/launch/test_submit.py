@@ -69,6 +69,11 @@ def test_a_sweep_is_one_array_job_whose_words_are_in_a_file(call, where):
     assert [next(word for word in job if word.startswith("run.id=")) for job in jobs] == ["run.id=s-00", "run.id=s-01"]
 
 
+def test_help_says_what_it_does(call):
+    code, out, err = call("--help")
+    assert (code, err) == (0, "") and "--array-limit" in out and out.startswith("Submit a recipe to Slurm")
+
+
 def test_options_of_sbatch_that_no_shell_could_read_are_a_line(call):
     code, _, err = call("--sbatch", "-N 1 --comment 'a", RECIPE)
     assert code == 2 and err == "launch/submit.py: --sbatch -N 1 --comment 'a: No closing quotation; close its quotes\n"

@@ -254,6 +254,12 @@ def test_no_job_runs_on_where_nobody_reads_the_output_any_more(here):
     assert [row["run"] for row in events("ends")] == ["s-01", "s-00"]
 
 
+def test_the_last_value_of_a_run_that_was_killed_while_it_wrote_is_that_of_its_last_whole_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"validation/loss": 2.5}\n{"validation/loss": 1.')
+    assert sweep_report.last_value(tmp_path, "validation/loss") == 2.5
+    assert sweep_report.last_value(tmp_path / "none", "validation/loss") is None
+
+
 needs_optuna = pytest.mark.skipif(
     find_spec("hydra_plugins") is None, reason="hydra-optuna-sweeper is not installed (docs/sweeps.md)"
 )
