@@ -30,8 +30,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import overrides
+from conf import interrupts, overrides
 from conf.help import page
+from conf.interrupts import EXIT_INTERRUPTED
 from conf.knobs import CONF, options
 from conf.load import ConfigError, range_problems, typed
 from conf.model_folders import expanded
@@ -43,7 +44,6 @@ from parallel.plan import ParallelPlan
 
 Entry = Callable[[Config, ParallelPlan], int | None]
 EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
 
 
 def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
@@ -84,6 +84,7 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
 
 
 def _run(task: Callable[[Config, int], int]) -> NoReturn:
+    interrupts.as_usual()
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
@@ -91,6 +92,7 @@ def _run(task: Callable[[Config, int], int]) -> NoReturn:
     except ConfigError as error:
         code = refuse(error.problems)
     except KeyboardInterrupt:
+        interrupts.tell()
         code = EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has what it wanted (| head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

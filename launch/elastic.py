@@ -15,6 +15,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
 
 FINAL = (0, 2, 76)  # started again, they would end the same way
 
