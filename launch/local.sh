@@ -132,11 +132,11 @@ asked=""
 group=""
 # shellcheck disable=SC2329 # called by trap
 on_signal() { # $1: the signal, $2: the exit code when it comes a second time
-    if [[ -z $asked && -n $group ]]; then
+    if [[ -z $asked ]]; then
         asked=$1
         stop_code=$2
-        ! ask_ranks || return 0
-        echo "launch/local.sh: ended before a rank ran" >&2
+        [[ -z $group ]] || ! ask_ranks || return 0
+        echo "launch/local.sh: ended while no rank runs" >&2
         set -- TERM "$2" # which DeepSpeed's launcher takes without a word
     fi
     trap '' INT TERM USR1
