@@ -197,7 +197,7 @@ def meet(node: Node, hosts: Slots, number: int, *, master: str, port: int) -> me
         meeting.listening(port).close()
         return meeting.Met(names, number)
     if number == 0:
-        return meeting.gather(names, port=port, words=words, seconds=node.wait_s)
+        return meeting.gather(names, address=master, port=port, words=words, seconds=node.wait_s)
     return meeting.join(names, number, address=master, port=port, words=words, seconds=node.wait_s)
 
 

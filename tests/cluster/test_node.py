@@ -81,6 +81,13 @@ def test_hosts_that_do_not_meet_are_named_in_bounded_time_and_nothing_starts(
     assert time.monotonic() - began < 30 and not list(tmp_path.glob("rank-*"))
 
 
+def test_two_hosts_that_are_both_told_to_be_the_first_are_named_on_both(hosts, tmp_path):
+    nodes = Nodes(hosts, tmp_path, [["--node_rank", "0", "--wait", "60", SHOWS, "parallel=tp1_pp2"]] * 2)
+    assert nodes.wait(40) == [2, 2], nodes.outputs
+    line = "hosts w0 and w1 both say they are node 0 (w0); give each its own --node_rank, 0 to 1"
+    assert all(f"launch/node.sh: {line}" in output for output in nodes.outputs)
+
+
 def test_a_port_in_use_is_named(hosts, tmp_path):
     """Case F4."""
     listen = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(60)"
