@@ -131,7 +131,24 @@ def world() -> tuple[int, int]:
 
 
 def _refuse_many_alone() -> None:
-    """srun and mpirun say their tasks in words of their own: each would train the whole run alone."""
+    """srun and mpirun say their tasks in words of their own: each would train the whole run alone, or, where each is a
+    launcher, start all ranks of it. A task that is a rank itself has the same number as one.
+    """
+    given = os.environ
+    several = {
+        "srun": int(given.get("SLURM_STEP_NUM_TASKS", "1")) > int(given.get("SLURM_STEP_NUM_NODES", "1")),
+        "mpirun": given.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1",
+    }
+    for launcher, rank, size in (
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        mine, theirs = (given.get("RANK"), given.get("WORLD_SIZE")), (given.get(rank), given.get(size))
+        if several[launcher] and None not in mine and mine != theirs:
+            raise ConfigError([
+                f"{launcher} started {theirs[1]} tasks, several on a host, and each started ranks of its own; start "
+                "one launcher a host, or launch/slurm.sbatch, which takes either"
+            ])  # fmt: skip
     for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
         if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
             raise ConfigError([

@@ -106,6 +106,19 @@ def test_a_port_in_use_is_named(hosts, tmp_path):
 
 
 @SLOW
+def test_an_address_that_is_not_the_first_hosts_is_told_there_and_not_waited_for_elsewhere(hosts, tmp_path):
+    """Case F4."""
+    words = ["--wait", "5", SHOWS, "parallel=tp1_pp2"]
+    nodes = Nodes(hosts, tmp_path, [words, words], MASTER_ADDR="10.77.0.9")
+    began = time.monotonic()
+    assert nodes.wait(60) == [2, 1] and time.monotonic() - began < 40, nodes.outputs
+    assert (
+        "MASTER_ADDR=10.77.0.9 is no address of w0, where rank 0 runs; it has 127.0.0.1, 10.77.0.1" in nodes.outputs[0]
+    )
+    assert "host w0 (node 0, 10.77.0.9 port 29500) did not answer within 5 s" in nodes.outputs[1]
+
+
+@SLOW
 def test_a_rank_killed_on_one_host_ends_both_with_one_code(start, hosts, tmp_path):
     nodes = start(LONG, LONG)
     wait_for(lambda: steps_of(tmp_path / "runs" / "default" / "r"), seconds=180, what="a step")
