@@ -112,9 +112,7 @@ def test_an_address_that_is_not_the_first_hosts_is_told_there_and_not_waited_for
     nodes = Nodes(hosts, tmp_path, [words, words], MASTER_ADDR="10.77.0.9")
     began = time.monotonic()
     assert nodes.wait(60) == [2, 1] and time.monotonic() - began < 40, nodes.outputs
-    assert (
-        "MASTER_ADDR=10.77.0.9 is no address of w0, where rank 0 runs; it has 127.0.0.1, 10.77.0.1" in nodes.outputs[0]
-    )
+    assert "MASTER_ADDR=10.77.0.9 is no address of w0, where rank 0 runs; it has 127.0.0.1, " in nodes.outputs[0]
     assert "host w0 (node 0, 10.77.0.9 port 29500) did not answer within 5 s" in nodes.outputs[1]
 
 

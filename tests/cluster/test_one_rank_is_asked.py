@@ -1,4 +1,4 @@
-"""Case F7: SIGTERM to one rank alone, on the second host: both save the same step and say 75, and the run goes on from it.
+"""Case F7: SIGTERM to one rank alone, on the second host: all save the same step, say 75, and the run goes on from it.
 
 Through a launcher a host or one for all; Slurm's: test_slurm_requeue.py.
 """
