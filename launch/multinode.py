@@ -34,7 +34,7 @@ from launch import environment, openmpi, restarts, watch
 from launch.ask import Asked, ask_hosts, who_answers
 from launch.remote import ROOT, Answer, Ssh, ssh_options
 from launch.replan import Planned
-from launch.request import Request, check_given, composed, enough_hosts, parse, require_plan
+from launch.request import Request, check_given, check_started_once, composed, enough_hosts, parse, require_plan
 from launch.restarts import Policy, first_hosts, pick
 from launch.watch import LOST_AFTER_S, Ended, Job
 
@@ -112,6 +112,7 @@ def variables(
 
 
 def launch_run(request: Request, options: Options) -> int:
+    check_started_once()
     config, (hosts, count) = composed(request.overrides), enough_hosts(request)
     check_given()
     say_that_a_mask_stays()

@@ -129,3 +129,14 @@ def check_given() -> None:
     port = os.environ.get("MASTER_PORT")
     if port is not None and not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError([f"MASTER_PORT={port} is not a port; give 1 to 65535, or unset it"])
+
+
+def check_started_once() -> None:
+    """By srun or mpirun, as each task would start the ranks of all hosts. Raises ConfigError."""
+    for launcher, name in (("srun", "SLURM_STEP_NUM_TASKS"), ("mpirun", "OMPI_COMM_WORLD_SIZE")):
+        tasks = os.environ.get(name, "1")
+        if tasks != "1":
+            raise ConfigError([
+                f"{launcher} started {tasks} tasks ({name}) and each would start the ranks of all hosts; start one "
+                "launcher, or submit launch/slurm.sbatch"
+            ])  # fmt: skip

@@ -129,9 +129,11 @@ def test_what_cannot_be_ends_with_code_2_and_a_line(call, arguments, line):
         ("MASTER_ADDR", "", "MASTER_ADDR is empty"),
         ("MASTER_PORT", "x", "MASTER_PORT=x is not a port"),
         ("MASTER_PORT", "0", "0 is not a port"),
+        ("SLURM_STEP_NUM_TASKS", "2", "srun started 2 tasks (SLURM_STEP_NUM_TASKS) and each would start the ranks of"),
+        ("OMPI_COMM_WORLD_SIZE", "4", "mpirun started 4 tasks (OMPI_COMM_WORLD_SIZE) and each would start the"),
     ],
 )
-def test_a_given_address_and_port_must_be_some(call, monkeypatch, name, value, line):
+def test_an_environment_that_cannot_be_is_told(call, monkeypatch, name, value, line):
     monkeypatch.setenv(name, value)
     code, _, err = call("hosts", "recipes/pretrain.py", "parallel=tp1")
     assert code == 2 and line in err
