@@ -17,10 +17,11 @@ The store that torchrun's agent shares with its ranks is off, as it survives a r
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import socket
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -106,22 +107,31 @@ def stranger_at_the_rendezvous(argv: list[str]) -> str | None:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
     except OSError:
         return None  # the first node serves it, when it comes
-    client = multiprocessing.get_context("fork").Process(target=_greet_store, args=(host, port))
-    client.start()
-    client.join(ANSWER_S)
-    client.kill()
-    client.join()
-    if client.exitcode == 0:
+    if _is_store(host, port):
         return None
     return f"what listens on port {port} of {host} is no rendezvous of torchrun; give all nodes another --rdzv-endpoint"
 
 
-def _greet_store(host: str, port: int) -> None:
-    """In a process of its own, as it waits for ever for a program that says nothing, and says much of one that does."""
-    from torch.distributed import TCPStore
+def _is_store(host: str, port: int) -> bool:
+    """Asked in a thread, as torch waits for ever for a program that says nothing, and says much of one that does."""
+    from torch.distributed import DistNetworkError, TCPStore
 
+    answered = threading.Event()
+
+    def greet() -> None:
+        with contextlib.suppress(DistNetworkError):
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
+            answered.set()
+
+    thread = threading.Thread(target=greet, daemon=True)
+    errors = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S))
+    try:
+        thread.start()
+        thread.join(ANSWER_S)
+    finally:
+        os.dup2(errors, 2)
+    return answered.is_set()
 
 
 if __name__ == "__main__":

@@ -104,11 +104,13 @@ C10D = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
 @pytest.mark.parametrize(
     ("options", "code", "line"),
     [
-        (lambda port: [*C10D, f"127.0.0.1:{port}"], 2, "launch/elastic.py: what listens on port {} of 127.0.0.1 is no"),
-        (lambda port: ["--master-port", str(port)], 1, "port: {}, "),
+        pytest.param(
+            lambda port: [*C10D, f"127.0.0.1:{port}"], 2, "launch/elastic.py: what listens on port {} of 127.0.0.1 is",
+            id="c10d", marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda port: ["--master-port", str(port)], 1, "port: {}, ", id="static"),
     ],
-    ids=["c10d", "static"],
-)
+)  # fmt: skip
 def test_a_port_that_another_program_has_is_told_in_seconds(rank, taken, monkeypatch, options, code, line):
     """Case F4."""
     began = time.monotonic()

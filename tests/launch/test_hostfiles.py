@@ -65,12 +65,21 @@ def call(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("case", BAD)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+# Through mpirun or pdsh: one code reads the hostfile of both.
+@pytest.mark.parametrize("launcher", ["multinode.sh", "node.sh", "preflight.sh"])
 def test_what_cannot_be_is_one_line_and_nothing_starts(call, launcher, case):
     hosts, filters, line = BAD[case]
     code, out, err = call(launcher, hosts, *filters)
     assert (code, out) == (2, "") and line in err and err.startswith(f"{LAUNCHERS[launcher][1]}: ")
     assert len(err.splitlines()) == 1
+
+
+def test_so_it_is_through_openmpi(call):
+    for case in ("no slot", "no file", "a filter that leaves none"):
+        hosts, filters, line = BAD[case]
+        code, out, err = call("multinode.sh --launcher openmpi", hosts, *filters)
+        assert (code, out) == (2, "") and line in err
+        Path("hosts").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
