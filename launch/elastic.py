@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     stranger = stranger_at_the_rendezvous(argv)
     if stranger is not None:
         print(f"launch/elastic.py: {stranger}", file=sys.stderr)
-        return 2
+        return 1  # it may have gone at the next start
     try:
         torchrun(argv)
         return 0

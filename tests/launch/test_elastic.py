@@ -105,7 +105,7 @@ C10D = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
     ("options", "code", "line"),
     [
         pytest.param(
-            lambda port: [*C10D, f"127.0.0.1:{port}"], 2, "launch/elastic.py: what listens on port {} of 127.0.0.1 is",
+            lambda port: [*C10D, f"127.0.0.1:{port}"], 1, "launch/elastic.py: what listens on port {} of 127.0.0.1 is",
             id="c10d", marks=pytest.mark.slow,
         ),
         pytest.param(lambda port: ["--master-port", str(port)], 1, "port: {}, ", id="static"),
