@@ -81,6 +81,15 @@ class BadLine(str, Enum):
     skip = "skip"
 
 
+class EvaluateTask(str, Enum):
+    """What recipes/evaluate.py computes."""
+
+    loss = "loss"
+    wikitext = "wikitext"
+    lambada = "lambada"
+    harness = "harness"
+
+
 class OnBadStep(str, Enum):
     skip = "skip"
     rollback = "rollback"

@@ -64,13 +64,14 @@ RANGES: dict[Range, str] = {
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
         plan.top promote.ranks promote.layers promote.tolerance promote.memory_limit promote.timeout_s
+        evaluate.batch_size evaluate.sequence_length evaluate.overlapping_eval evaluate.limit
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
         optimizer.weight_decay optimizer.clip_grad benchmark.warmup_steps lora.rank
         train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
+        evaluate.harness.num_fewshot plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,
@@ -183,7 +184,8 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "alerts", "benchmark", "promote", "probe", "plan", "prepare", "checkpoint", "resume")
+    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "evaluate")
+    aside = ("run", "telemetry", "alerts", *recipes, "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -36,6 +36,7 @@ from conf.choices import (
 )
 from conf.data_schema import CorpusSource as CorpusSource
 from conf.data_schema import DataConfig as DataConfig
+from conf.evaluate_schema import EvaluateConfig as EvaluateConfig
 from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
 
@@ -264,6 +265,7 @@ class Config:
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

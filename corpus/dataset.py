@@ -84,20 +84,24 @@ class SampleStream:
 
     def sample(self, index: int) -> Sample:
         size = self.sequence_length
-        start = self.sample_id(index) * size
-        tokens = self.tokens.read(start, start + size + 1)
-        positions = np.arange(size, dtype=np.int64)
-        if not self.mask_documents:
-            return Sample(tokens, positions, None)
-        starts = document_starts(self.tokens, start + 1, start + size + 1) - start
-        if len(starts) == 0:
-            return Sample(tokens, positions, None)
-        loss_mask = np.ones(size, dtype=bool)
-        loss_mask[starts - 1] = False
-        origin = np.zeros(size, dtype=np.int64)
-        inside = starts[starts < size]
-        origin[inside] = inside
-        return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
+        return window(self.tokens, self.sample_id(index) * size, size, mask_documents=self.mask_documents)
+
+
+def window(stream: TokenStream, start: int, size: int, *, mask_documents: bool) -> Sample:
+    """The sample of `size` inputs from place `start` of a stream on."""
+    tokens = stream.read(start, start + size + 1)
+    positions = np.arange(size, dtype=np.int64)
+    if not mask_documents:
+        return Sample(tokens, positions, None)
+    starts = document_starts(stream, start + 1, start + size + 1) - start
+    if len(starts) == 0:
+        return Sample(tokens, positions, None)
+    loss_mask = np.ones(size, dtype=bool)
+    loss_mask[starts - 1] = False
+    origin = np.zeros(size, dtype=np.int64)
+    inside = starts[starts < size]
+    origin[inside] = inside
+    return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
 
 
 class Stream(Dataset, Protocol):

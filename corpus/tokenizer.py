@@ -87,6 +87,14 @@ class FastTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """token -> id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """What its tokenizer.json says."""
+        return self._tokenizer.to_str()
+
 
 class SlowTokenizer:
     """A transformers tokenizer without a `tokenizers` backend (pure Python or SentencePiece)."""
