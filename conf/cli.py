@@ -37,30 +37,41 @@ from conf.load import ConfigError, range_problems, typed
 from conf.model_folders import expanded
 from conf.profile_windows import profile_problems
 from conf.schema import Config
+from conf.weight_sources import with_source
 from parallel import placement, rules
+from parallel.forward_only import forward_only
 from parallel.hardware import device_kind
 from parallel.plan import ParallelPlan
 
 Entry = Callable[[Config, ParallelPlan], int | None]
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
+NO_SOURCE = (
+    "initialize_from has no value; name the weights: a run, a checkpoint step-N, an imported folder, or a folder of "
+    "transformers"
+)
 
 
-def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
+def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None, trains: bool = True) -> None:
     """Run the recipe on this rank and exit with its code (None is 0); 2 for a bad config, 130 for Ctrl-C.
 
-    ranks: how many the plan is for, where they are not those that run now.
+    ranks: how many the plan is for, where they are not those that run now. trains: False for a recipe that runs the
+    weights of `initialize_from`, whose model then is the default (`conf.weight_sources`, `parallel.forward_only`).
     """
 
     def planned(config: Config, world_size: int) -> int:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
+        if not trains:
+            if config.initialize_from is None:
+                raise ConfigError([NO_SOURCE])
+            config = forward_only(config, world_size=world_size)
         require_plan(config, world_size=world_size, device=device)
         share_cores(device)
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
-    _run(planned)
+    _run(planned, expanded if trains else lambda words: expanded(with_source(words, device=device_kind)))
 
 
 def require_plan(config: Config, *, world_size: int, device: str | None) -> None:
@@ -80,14 +91,14 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
             raise ConfigError(problems)
         return 0 if world()[0] > 0 else entry(config) or 0  # started on many ranks, one of them answers
 
-    _run(unplanned)
+    _run(unplanned, expanded)
 
 
-def _run(task: Callable[[Config, int], int]) -> NoReturn:
+def _run(task: Callable[[Config, int], int], expand: Callable[[Sequence[str]], list[str]]) -> NoReturn:
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
-        code = _main(task, argv)
+        code = _main(task, argv, expand)
     except ConfigError as error:
         code = refuse(error.problems)
     except KeyboardInterrupt:
@@ -174,10 +185,10 @@ def register() -> None:
     ConfigStore.instance().store("config_schema", Config)
 
 
-def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
+def _main(task: Callable[[Config, int], int], argv: Sequence[str], expand: Callable[[Sequence[str]], list[str]]) -> int:
     rank, world_size = world()
     require_own_store()
-    argv = expanded(argv)
+    argv = expand(argv)
     sys.argv[1:] = argv
     flags = parse_flags(argv)
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from conf.huggingface import CONFIG, model_of, read_config
+from conf.huggingface_config import model_differences
 from conf.schema import ModelConfig
 from engine.safetensors_files import DTYPES, INDEX, NAMES, Spec, TensorFolder
 from model.huggingface import whole_shapes
@@ -66,6 +68,24 @@ def open_weights(folder: Path) -> Weights:
     if (folder / OLD[0]).exists():
         return PickledFolder(folder / OLD[0])
     raise ValueError(f"{folder} holds no .safetensors file; name a folder as transformers' save_pretrained writes it")
+
+
+def require_model(folder: Path, model: ModelConfig, *, said: str) -> None:
+    """ValueError, its lines beginning with what the user `said`, where a folder's safetensors are not there, torn, or
+    another model's.
+    """
+    try:
+        differences = []
+        if (folder / CONFIG).exists():
+            differences = model_differences(model_of(read_config(folder), name=model.name), model)
+        weights = open_weights(folder)
+        if not isinstance(weights, TensorFolder):
+            raise ValueError(f"{folder} holds no .safetensors file; recipes/convert.py import makes one of its weights")
+        differences += problems_of(weights, model)
+    except (ValueError, OSError) as error:
+        raise ValueError("\n".join(f"{said}: {line}" for line in str(error).splitlines())) from None
+    if differences:
+        raise ValueError(f"{said} is another model: {'; '.join(differences)}")
 
 
 def problems_of(weights: Weights, model: ModelConfig) -> list[str]:

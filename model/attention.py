@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,9 @@ from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
 from parallel.sizes import sizes
 
+if TYPE_CHECKING:
+    from model.kv_cache import CacheStep
+
 
 @dataclass(frozen=True)
 class Visible:
@@ -44,15 +48,16 @@ class Visible:
 @dataclass(frozen=True)
 class AttentionContext:
     """What the blocks of a stage share for one micro-batch: `visible` by sliding window, `cos` and `sin` of Rotary
-    (None: learned positions).
+    (None: learned positions). `cache`: of keys and values, in generation.
     """
 
     visible: Mapping[int | None, Visible]
     cos: Tensor | None
     sin: Tensor | None
+    cache: CacheStep | None = None
 
     def seen(self, window: int | None, length: int) -> Visible:
-        """For a block with this window (None: none) over so many tokens."""
+        """For a block with this window (None: none) over so many keys."""
         return self.visible[None if window is None or window >= length else window]
 
 
@@ -194,7 +199,9 @@ class Attention(nn.Module):
             )
         else:
             q, k, v = qkv_BSND.transpose(1, 2).split([heads[0], heads[1], heads[1]], dim=1)
-        seen = context.seen(self.window, length)
+        if context.cache is not None:
+            k, v = context.cache.joined(self, k, v)
+        seen = context.seen(self.window, k.shape[2])
         if seen.blocks is not None:
             out_BSND = blocked_attention(q.contiguous(), k.contiguous(), v.contiguous(), blocks=seen.blocks)
             return out_BSND.view(batch, length, -1)
