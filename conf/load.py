@@ -71,7 +71,8 @@ RANGES: dict[Range, str] = {
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
         optimizer.weight_decay optimizer.clip_grad benchmark.warmup_steps lora.rank
         train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
-        evaluate.harness.num_fewshot plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
+        evaluate.harness.num_fewshot
+        plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
     """,

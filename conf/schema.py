@@ -34,6 +34,7 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.choices import EvaluateTask as EvaluateTask
 from conf.data_schema import CorpusSource as CorpusSource
 from conf.data_schema import DataConfig as DataConfig
 from conf.evaluate_schema import EvaluateConfig as EvaluateConfig

@@ -3,8 +3,9 @@
     python recipes/generate.py initialize_from=SOURCE ...
 
 SOURCE is a run (its newest checkpoint), a checkpoint, an imported folder, or a folder of transformers. Its model,
-adapters, number format, tokenizer and sequence length stand as overrides before those of the command line, which so
-rule. Not here: what the keys of a config.json mean (`conf.huggingface`), reading weights (`engine.weight_source`).
+adapters, number format, tokenizer and sequence length, of a run all knobs of its data, stand as overrides before those
+of the command line, which so rule. Not here: what the keys of a config.json mean (`conf.huggingface`), reading weights
+(`engine.weight_source`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from conf.huggingface import model_of, read_config
 from conf.load import ConfigError, from_plain, to_plain
 from conf.model_folders import WEIGHTS as WEIGHTS
 from conf.model_folders import label_of, overrides_of
-from conf.schema import Config, DataConfig, DType, ModelConfig
+from conf.schema import DataConfig, DType, ModelConfig
 
 MANIFEST = "manifest.json"
 ADAPTER_CONFIG = "adapter_config.json"  # in weights/ where they are adapters: PEFT's
@@ -28,8 +30,13 @@ FORMATS = {  # as config.json and safetensors name them
     "float32": DType.fp32, "bfloat16": DType.bf16, "float16": DType.fp16,
     "F32": DType.fp32, "BF16": DType.bf16, "F16": DType.fp16,
 }  # fmt: skip
+OF_MODEL = ("tokenizer", "sequence_length", "mask_documents", "chat_template")  # knobs of data that weights go with
+LONGEST = 1024  # tokens of a sequence for weights that no run of ours says it of: the Megatron paper's
 # A group or a knob on the command line, and the first words of what the source then does not say.
-CHOSEN = {"model=": "model", "lora=": "lora.", "precision=": "precision.", "lora.initialize_from=": "lora."}
+CHOSEN = {
+    "model=": ("model",), "lora=": ("lora.",), "precision=": ("precision.",), "lora.initialize_from=": ("lora.",),
+    "data=": tuple(f"data.{field.name}=" for field in fields(DataConfig) if field.name not in OF_MODEL),
+}  # fmt: skip
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -72,7 +79,8 @@ def with_source(arguments: Sequence[str], *, device: Callable[[], str]) -> list[
         raise ConfigError([f"initialize_from={value}: {line}" for line in error.problems]) from None
     except ValueError as error:
         raise ConfigError([f"initialize_from={value}: {line}" for line in str(error).splitlines()]) from None
-    aside = tuple(start for word, start in CHOSEN.items() if any(text.startswith(word) for text in arguments))
+    chosen = (starts for word, starts in CHOSEN.items() if any(text.startswith(word) for text in arguments))
+    aside = tuple(start for starts in chosen for start in starts)
     return [text for text in found if not text.startswith(aside)] + list(arguments)
 
 
@@ -101,13 +109,7 @@ def _ours(path: Path) -> tuple[ModelConfig, dict[str, Any], DType, dict[str, Any
         return config.model, {}, FORMATS[usual], _data_of(path / WEIGHTS, config.model)
     adapters = {key: value for key, value in to_plain(config.lora).items() if key != "initialize_from"}
     lora = adapters if config.lora.rank > 0 else {}
-    return config.model, lora, config.precision.dtype, _data_of_run(config)
-
-
-def _data_of_run(config: Config) -> dict[str, Any]:
-    data = config.data
-    named = {"tokenizer": data.tokenizer, "sequence_length": data.sequence_length}
-    return named | ({} if data.chat_template is None else {"chat_template": data.chat_template})
+    return config.model, lora, config.precision.dtype, to_plain(config.data)
 
 
 def _theirs(path: Path) -> tuple[ModelConfig, DType, dict[str, Any]]:
@@ -127,8 +129,7 @@ def _format_of(config: Mapping[str, Any]) -> DType:
 
 
 def _data_of(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    length = min(DataConfig().sequence_length, model.max_position_embeddings)
-    return {"tokenizer": str(folder), "sequence_length": length}
+    return {"tokenizer": str(folder), "sequence_length": min(LONGEST, model.max_position_embeddings)}
 
 
 def _typed(value: Any) -> str:
@@ -137,4 +138,6 @@ def _typed(value: Any) -> str:
         return "'" + value.replace("'", "\\'") + "'"
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_typed(one)}" for key, one in value.items()) + "}"
     return json.dumps(value)

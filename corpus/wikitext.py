@@ -1,9 +1,9 @@
 """WikiText's tokenised text: how many words it has, and the text that was there before it was tokenised.
 
-WikiText (arXiv:1609.07843) keeps words and marks apart by spaces, writes a hyphen, comma or point inside a word as @-@,
-@,@ and @.@, and headings as = Title =. A model of ordinary text is to see ordinary text; its perplexity is still counted
-over the words of the tokenised file (arXiv:1909.08053 appendix E). The rules, and their order, are those of GPT-2's and
-Megatron-LM's evaluation (wikitext_detokenizer of tasks/zeroshot_gpt), less one of its lines that never matches:
+WikiText (arXiv:1609.07843) keeps words and marks apart by spaces and writes a hyphen, comma or point inside a word as
+@-@, @,@ and @.@. A model of ordinary text is to see ordinary text; its perplexity is still counted over the words of
+the tokenised file (arXiv:1909.08053 appendix E). The rules, and their order, are those of Megatron-LM's evaluation
+(wikitext_detokenizer of tasks/zeroshot_gpt), less one of its lines that matches nothing:
 
     1  s '  ->  s'                                      a plural's apostrophe
     2   @-@   @,@   @.@   ->  -  ,  .                   inside words and numbers

@@ -50,7 +50,7 @@ def test_rows_that_are_no_example_are_named_by_file_and_line(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=words):
             read_passages(write(tmp_path / "a.jsonl", *rows), text_column="text")
-    with pytest.raises(ValueError, match="evaluate.lambada path=.*no file matches"):
+    with pytest.raises(ValueError, match=r"evaluate.lambada path=.*no file matches"):
         read_passages(str(tmp_path / "b.jsonl"), text_column="text")
     with pytest.raises(ValueError, match="wants a row an example"):
         read_passages(write(tmp_path / "plain.txt", "one two"), text_column="text")

@@ -106,7 +106,7 @@ def test_files_that_cannot_be_scored_are_named_with_the_knob(tmp_path: Path):
         with pytest.raises(ValueError, match=words):
             list(texts_of(str(tmp_path / path), text_column=column, bad_lines=BadLine.fail))
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ValueError, match="evaluate.files path=e: holds no text"):
+    with pytest.raises(ValueError, match=r"evaluate.files path=e: holds no text"):
         token_stream(
             texts_of(str(tmp_path / "empty.txt"), text_column="text", bad_lines=BadLine.fail), ByteTokenizer(), what="e"
         )

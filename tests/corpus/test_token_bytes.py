@@ -10,8 +10,12 @@ from corpus.token_bytes import token_bytes
 from corpus.tokenizer import ByteTokenizer, FastTokenizer, train_bpe
 
 TEXTS = [
-    "Hello world, 12 times.\n\n  def f(x):\n\treturn x", "naïve café — über", "日本語のテキスト and 🤖🎉", "שלום עולם", "a\x00b\r\n",
-]  # fmt: skip
+    "Hello world, 12 times.\n\n  def f(x):\n\treturn x",
+    "naïve café — über",
+    "日本語のテキスト and 🤖🎉",
+    "שלום עולם",
+    "a\x00b\r\n",
+]
 
 
 def sentencepiece_like() -> FastTokenizer:

@@ -1,0 +1,66 @@
+"""Evaluate weights under any plan: loss, perplexity and bits per byte; WikiText and LAMBADA; the lm-evaluation-harness.
+
+    deepspeed --num_gpus 4 recipes/evaluate.py initialize_from=runs/EXPERIMENT/ID parallel=tp2_pp2
+    python recipes/evaluate.py initialize_from=FOLDER evaluate.files=[book.txt]
+    python recipes/evaluate.py initialize_from=FOLDER evaluate.wikitext=[wiki.test.tokens] evaluate.lambada=[test.jsonl]
+    python recipes/evaluate.py initialize_from=RUN evaluate.harness.tasks=[my_task] evaluate.harness.include_path=tasks
+
+initialize_from is a run (its newest checkpoint), a checkpoint, an imported folder or one of transformers. docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+# In place of this folder: here, `import evaluate` of the package that lm-eval uses would find this file.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from conf.cli import main
+from conf.schema import Config
+from parallel.plan import ParallelPlan
+
+
+def run(config: Config, plan: ParallelPlan) -> int:
+    """Config and plan are valid here; torch is imported from here on."""
+    from engine.harness_tasks import load_tasks, stay_offline
+
+    if config.evaluate.harness.tasks:
+        stay_offline()
+    from engine.evaluation_jobs import prepare_jobs, run_jobs, with_tokenizer
+    from engine.evaluation_report import record, target, title
+    from engine.failure import refuse
+    from engine.harness import run_harness
+    from engine.inference import InferenceModel
+    from engine.scoring import Scorer
+    from engine.session import Session, announce
+    from engine.weight_source import find_weights
+    from telemetry.run_folder import claim_run_folder
+
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        source = find_weights(config)
+        config = with_tokenizer(config, source)
+        jobs = prepare_jobs(config, progress=announce)
+        tasks = load_tasks(config.evaluate.harness) if rank == 0 and config.evaluate.harness.tasks else None
+        out = target(config)
+        claimed = claim_run_folder(config.run) if rank == 0 else None
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+    with Session(config, plan, folder=claimed.path if claimed is not None else None) as session:
+        model = InferenceModel(config, plan, session.groups, device=session.device.torch_device, source=source)
+        announce(title(session, source))
+        scorer = Scorer(model, batch_size=config.evaluate.batch_size)
+        results = run_jobs(jobs, scorer, say=announce)
+        if config.evaluate.harness.tasks:
+            results["harness"] = run_harness(tasks, scorer, session, say=announce)
+        if rank == 0:
+            announce(f"results    {record(session, results, source=source, out=out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    main(run, trains=False)
