@@ -5,7 +5,8 @@
     python recipes/evaluate.py initialize_from=FOLDER evaluate.wikitext=[wiki.test.tokens] evaluate.lambada=[test.jsonl]
     python recipes/evaluate.py initialize_from=RUN evaluate.harness.tasks=[my_task] evaluate.harness.include_path=tasks
 
-initialize_from is a run (its newest checkpoint), a checkpoint, an imported folder or one of transformers. docs/evaluation.md.
+initialize_from is a run (its newest checkpoint), a checkpoint, an imported folder or one of transformers.
+More: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
-# In place of this folder: here, `import evaluate` of the package that lm-eval uses would find this file.
-sys.path.pop(0)
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path.pop(0)  # here, lm-eval's `import evaluate` would find this file and not the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
