@@ -1,0 +1,107 @@
+"""What cannot be evaluated is refused with one line that names knob and remedy, before any rank starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.load import ConfigError
+from conf.schema import DataConfig
+from corpus.tokenizer_folder import write_tokenizer
+from recipes import evaluate
+from tests.engine.inferences import configured, saved
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = saved("llama gqa", tmp_path_factory.mktemp("refusals") / "model", vocab_size=259)
+    write_tokenizer(DataConfig(tokenizer="byte"), made)
+    return made
+
+
+def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of an evaluation that ends with 2."""
+    config, plan = configured(folder, f"data.tokenizer={folder}", *words, world_size=1)
+    assert evaluate.run(config, plan) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+def task(folder: Path, name: str, **changes: Any) -> None:
+    (folder / "data.jsonl").write_text(json.dumps({"q": "1 + 1 =", "a": " 2"}) + "\n")
+    about = {
+        "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}},
+        "test_split": "test", "output_type": "loglikelihood", "doc_to_text": "{{q}}", "doc_to_target": "{{a}}",
+        "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(about | changes))
+
+
+def test_texts_that_are_not_there_or_of_another_shape_are_named(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text('{"body": "one two"}\n')
+    Path("plain.txt").write_text("one two")
+    for words, said in (
+        (["evaluate.files=[nowhere.txt]"], f"evaluate.files path=nowhere.txt: no file matches (from {tmp_path})"),
+        (["evaluate.files=[rows.jsonl]"], "no column 'text'; it has body: set evaluate.text_column"),
+        (["evaluate.wikitext=[nowhere]"], f"evaluate.wikitext: nowhere: no such file (from {tmp_path})"),
+        (["evaluate.wikitext=[rows.jsonl]"], "name the file as WikiText has it, such as wiki.test.tokens"),
+        (["evaluate.lambada=[rows.jsonl]"], "no column 'text'; it has body: set evaluate.text_column"),
+        (["evaluate.lambada=[plain.txt]"], "wants a row an example, as .jsonl, .csv or .parquet have them"),
+        (["evaluate.tasks=[lambada]"], "evaluate.tasks has lambada, but evaluate.lambada names nothing"),
+        (["evaluate.tasks=[harness]"], "evaluate.tasks has harness, but evaluate.harness.tasks names nothing"),
+        (["evaluate.wikitext=[plain.txt]", "evaluate.overlapping_eval=64"], "leaves gaps between windows of 32 tokens"),
+        (["evaluate.files=[plain.txt]", "evaluate.sequence_length=999"], "exceeds model.max_position_embeddings=32"),
+        (["evaluate.files=[plain.txt]", "evaluate.write=no/where.json"], "there is no folder no; name a .json file"),
+    ):
+        assert said in refusal(folder, capsys, *words), words
+
+
+def test_weights_and_tokenizers_that_do_not_go_together_are_named(folder, tmp_path, capsys):
+    small = saved("llama gqa", tmp_path / "small")
+    assert "model.vocab_size=61 is smaller than the 257 ids of data.tokenizer=byte" in refusal(
+        small, capsys, "data.tokenizer=byte"
+    )
+    assert "these weights have none; name their tokenizer" in refusal(folder, capsys, "data.tokenizer=bpe")
+    with pytest.raises(ConfigError, match="evaluate.batch_size=0 must be positive"):
+        configured(folder, "evaluate.batch_size=0", world_size=1)
+
+
+def test_harness_tasks_that_cannot_be_loaded_are_named(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    task(tmp_path, "sums")
+    task(tmp_path, "lost", dataset_kwargs={"data_files": {"test": str(tmp_path / "gone.jsonl")}})
+    for name, said in (
+        (str(tmp_path / "gone.yaml"), "gone.yaml: no such file"),
+        ("lost", "evaluate.harness.tasks: lost cannot be loaded (FileNotFoundError: Unable to find"),
+    ):
+        line = refusal(folder, capsys, f"evaluate.harness.tasks=[{name}]", f"evaluate.harness.include_path={tmp_path}")
+        assert said in line
+    line = refusal(folder, capsys, "evaluate.harness.tasks=[sums]", f"evaluate.harness.include_path={tmp_path / 'no'}")
+    assert "evaluate.harness.include_path=" in line and "no such folder" in line
+
+
+@pytest.mark.slow  # lm-eval lists its 14,000 tasks
+def test_unknown_tasks_and_those_of_the_hub_are_named(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    task(tmp_path, "sums")
+    words = (f"evaluate.harness.include_path={tmp_path}",)
+    line = refusal(folder, capsys, "evaluate.harness.tasks=[summs]", *words)
+    assert f"no task, group or tag summs in {tmp_path} and lm-eval's own; did you mean sums?" in line
+    line = refusal(folder, capsys, "evaluate.harness.tasks=[sums,hellaswag]", *words)
+    assert "hellaswag cannot be loaded" in line and "it wants a dataset of the hub" in line
+
+
+def test_lm_eval_that_is_not_installed_is_named_with_the_command_that_installs_it(folder, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *args: None if name == "lm_eval" else found(name, *args)
+    )
+    line = refusal(folder, capsys, "evaluate.harness.tasks=[sums]")
+    assert line.endswith("needs the package lm-eval, which is not installed; pip install 'lm-eval>=0.4.9,<0.5'")
