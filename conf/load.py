@@ -65,6 +65,7 @@ RANGES: dict[Range, str] = {
         benchmark.steps benchmark.rounds benchmark.cores
         plan.top promote.ranks promote.layers promote.tolerance promote.memory_limit promote.timeout_s
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
+        generate.max_new_tokens generate.num_samples generate.batch_size
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
@@ -73,6 +74,7 @@ RANGES: dict[Range, str] = {
         plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
+        generate.temperature generate.top_k generate.seed
     """,
     KEPT: "checkpoint.keep_last",
     ENOUGH: "promote.steps",
@@ -81,7 +83,7 @@ RANGES: dict[Range, str] = {
         model.hidden_dropout model.attention_dropout data.validation_fraction lora.dropout
         optimizer.beta1 optimizer.beta2
     """,
-    PART: "model.rotary_fraction",
+    PART: "model.rotary_fraction generate.top_p",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }
@@ -183,7 +185,8 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "alerts", "benchmark", "promote", "probe", "plan", "prepare", "checkpoint", "resume")
+    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "generate")
+    aside = ("run", "telemetry", "alerts", *recipes, "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -38,6 +38,7 @@ from conf.data_schema import CorpusSource as CorpusSource
 from conf.data_schema import DataConfig as DataConfig
 from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
+from conf.recipe_schema import GenerateConfig as GenerateConfig
 
 
 @dataclass
@@ -264,6 +265,7 @@ class Config:
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)
