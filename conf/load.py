@@ -66,6 +66,7 @@ RANGES: dict[Range, str] = {
         plan.top promote.ranks promote.layers promote.tolerance promote.memory_limit promote.timeout_s
         evaluate.batch_size evaluate.sequence_length evaluate.overlapping_eval evaluate.limit
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
+        generate.max_new_tokens generate.num_samples generate.batch_size
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
@@ -75,6 +76,7 @@ RANGES: dict[Range, str] = {
         plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
+        generate.temperature generate.top_k generate.seed
     """,
     KEPT: "checkpoint.keep_last",
     ENOUGH: "promote.steps",
@@ -83,7 +85,7 @@ RANGES: dict[Range, str] = {
         model.hidden_dropout model.attention_dropout data.validation_fraction lora.dropout
         optimizer.beta1 optimizer.beta2
     """,
-    PART: "model.rotary_fraction",
+    PART: "model.rotary_fraction generate.top_p",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }
@@ -185,7 +187,7 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "evaluate")
+    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "generate", "evaluate")
     aside = ("run", "telemetry", "alerts", *recipes, "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)

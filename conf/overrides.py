@@ -6,6 +6,7 @@ Hydra's grammar and types stay the judge; what is added is that no key may appea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,6 +98,12 @@ def _value_problem(key: str, value: Any, text: str, config: DictConfig) -> str |
     except OmegaConfBaseException as error:
         return f"{text}: {explain(error)}"
     return None
+
+
+def quoted(text: str) -> str:
+    """A text as a quoted value of Hydra's grammar that reads back as it is, with its quotes, backslashes and ${."""
+    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf's own escape of an interpolation
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), plain) + "'"
 
 
 def explain(error: BaseException) -> str:

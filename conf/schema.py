@@ -40,6 +40,7 @@ from conf.data_schema import DataConfig as DataConfig
 from conf.evaluate_schema import EvaluateConfig as EvaluateConfig
 from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
+from conf.recipe_schema import GenerateConfig as GenerateConfig
 
 
 @dataclass
@@ -266,6 +267,7 @@ class Config:
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     seed: int = 1234  # of initial weights, data order and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint

@@ -22,6 +22,7 @@ from conf.huggingface import model_of, read_config
 from conf.load import ConfigError, from_plain, to_plain
 from conf.model_folders import WEIGHTS as WEIGHTS
 from conf.model_folders import label_of, overrides_of
+from conf.overrides import quoted
 from conf.schema import DataConfig, DType, ModelConfig
 
 MANIFEST = "manifest.json"
@@ -135,7 +136,7 @@ def _data_of(folder: Path, model: ModelConfig) -> dict[str, Any]:
 def _typed(value: Any) -> str:
     """As Hydra's grammar reads it back."""
     if isinstance(value, str):
-        return "'" + value.replace("'", "\\'") + "'"
+        return quoted(value)
     if isinstance(value, list):
         return f"[{','.join(map(_typed, value))}]"
     if isinstance(value, dict):

@@ -63,6 +63,16 @@ def token_ids(folder: Path) -> dict[str, Any]:
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
 
 
+def end_ids(folder: Path) -> set[int]:
+    """The tokens that end a text by a folder's generation_config.json and config.json."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found |= {ends} if isinstance(ends, int) else set(ends or ())
+    return found
+
+
 def byte_tokenizer() -> tokenizers.Tokenizer:
     """ids 0..255 are UTF-8 bytes, 256 ends a document, as ByteTokenizer has them."""
     signs = {sign: byte for byte, sign in enumerate(_byte_signs())}

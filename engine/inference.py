@@ -34,6 +34,7 @@ from model.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup, Groups
 from parallel.plan import ParallelPlan
+from parallel.sizes import parameter_count
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,17 @@ class InferenceModel:
         self.layers = _built(specs[first:end], device=device, dtype=self.dtype)
         self.blocks = [layer for layer in self.layers if isinstance(layer, Block)]
         load_source(source, self.parameters(), config, groups)
+
+    @property
+    def about(self) -> str:
+        """One line for people."""
+        model, plan = self.config.model, self.plan
+        degrees = f"tp={plan.tensor_model_parallel_size} x pp={plan.pipeline_model_parallel_size}"
+        adapters = f" with adapters of rank {self.config.lora.rank}" if self.config.lora.rank else ""
+        return (
+            f"{parameter_count(model):,} parameters, {model.family.value}{adapters}, "
+            f"{self.config.precision.dtype.value}, {degrees} x {plan.data_parallel_size} replicas"
+        )
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's, a tied table once."""

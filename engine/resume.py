@@ -42,7 +42,7 @@ from telemetry.timeline import Timeline
 
 FREE_OF_LORA = ("dropout", "initialize_from")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
-RECIPES = ("benchmark", "evaluate", "plan", "probe", "promote")
+RECIPES = ("benchmark", "plan", "probe", "promote", "generate", "evaluate")
 ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
 
 

@@ -10,8 +10,9 @@ Shapes: B rows, S tokens of a step, K key-value heads of this rank, D head size,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,16 @@ class KeyValueCache:
             # Zeros: what no token has written yet is hidden, but 0 times a NaN would still be one.
             k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
             self.buffers[layer] = k, v
+
+    def kept(self, rows: Sequence[int]) -> KeyValueCache:
+        """A cache of some of the rows, in this order; this one must not be used any more."""
+        fewer = copy.copy(self)
+        fewer.rows, fewer.buffers = len(rows), {}
+        for layer in list(self.buffers):
+            places = self.buffers.pop(layer)  # so that no more than one layer's is held twice
+            index = torch.tensor(rows, device=places[0].device)
+            fewer.buffers[layer] = places[0][index], places[1][index]
+        return fewer
 
     def context(self, block: Block, hidden_BSH: Tensor, positions_BS: Tensor | None, *, keys: int) -> AttentionContext:
         """For all blocks of the model. `positions_BS` None: the first tokens of every row, S == keys; else tokens at
