@@ -1,6 +1,7 @@
 """The lm-evaluation-harness over all ranks: lm-eval runs on rank 0, the others answer what it asks of the model.
 
-    results = run_harness(tasks, scorer, session, say=announce)      on every rank alike; lm-eval's own, on rank 0
+    harness = open_harness(config, source, rank=rank)             before anything starts
+    results = run_harness(harness, model, session, say=announce)  on every rank alike; lm-eval's own, on rank 0
 
 lm_eval is imported on rank 0 only, and late. Not here: finding tasks (`engine.harness_tasks`), texts to tokens
 (`engine.harness_model`).
@@ -11,60 +12,106 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from conf.schema import Config, DataConfig
+from conf.schema import Config, GenerateConfig
 from corpus.cache import Progress
-from corpus.tokenizer import load_tokenizer
-from corpus.tokenizer_folder import write_tokenizer
+from corpus.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from corpus.prompts import Prompt
+from corpus.tokenizer_folder import end_ids
+from engine.answers import Answer, Job, answers, generator_of
 from engine.distributed import broadcast
-from engine.harness_tasks import LoadedTasks, prepared, quiet
+from engine.harness_tasks import LoadedTasks, load_tasks, prepared, quiet
+from engine.inference import InferenceModel
 from engine.scoring import Scorer
 from engine.session import Session
+from engine.weight_source import WeightSource
 
 SAMPLES = "samples-{task}.jsonl"
 
 
-def run_harness(tasks: LoadedTasks | None, scorer: Scorer, session: Session, *, say: Progress) -> dict[str, Any]:
-    """tasks: on rank 0, which alone has results; samples are files of the session's folder where asked for."""
-    answers: dict[str, Callable[[Any], Any]] = {"score": lambda rows: list(scorer.score(rows))}
+@dataclass(frozen=True)
+class Harness:
+    """tasks: on rank 0; tokenizer: as transformers reads it; ends: tokens that end a text."""
+
+    tasks: LoadedTasks | None
+    source: WeightSource
+    tokenizer: ChatTokenizer
+    ends: frozenset[int]
+
+
+def open_harness(config: Config, source: WeightSource, *, rank: int) -> Harness | None:
+    """None where no task is named. Raises ValueError, a line, where a task or the tokenizer cannot be used."""
+    asked = config.evaluate.harness
+    if not asked.tasks:
+        return None
+    tokenizer = load_chat_tokenizer(config.data)
+    if tokenizer.tokenizer.eos_token_id is None:
+        tokenizer.tokenizer.eos_token = tokenizer.tokenizer.convert_ids_to_tokens(tokenizer.eos_id)
+    if asked.apply_chat_template and tokenizer.tokenizer.chat_template is None:
+        raise ValueError(
+            f"evaluate.harness.apply_chat_template=true, but data.tokenizer={tokenizer.name} has no chat template; "
+            "name one in data.chat_template"
+        )
+    tasks = load_tasks(asked) if rank == 0 else None
+    return Harness(tasks, source, tokenizer, frozenset({tokenizer.eos_id} | end_ids(source.weights)))
+
+
+def run_harness(harness: Harness, model: InferenceModel, session: Session, *, say: Progress) -> dict[str, Any]:
+    """Results on rank 0, nothing on others; samples are files of the session's folder where asked for."""
+    config, folder = session.config, session.folder
+    scorer = Scorer(model, batch_size=config.evaluate.batch_size)
+    serve: dict[str, Callable[[Any], Any]] = {
+        "score": lambda rows: list(scorer.score(rows)),
+        "generate": lambda asked: _generated(harness, model, *asked),
+    }
     if session.rank != 0:
         while (asked := broadcast(None)) is not None:
-            answers[asked[0]](asked[1])
+            serve[asked[0]](asked[1])
         return {}
 
     def ask(what: str, of: Any) -> Any:
         """The answer of all ranks together."""
         broadcast((what, of))
-        return answers[what](of)
+        return serve[what](of)
 
-    assert tasks is not None
-    config, folder = session.config, session.folder
-    assert folder is not None
-    results = _evaluate(tasks, config, ask)
+    results = _evaluate(harness, config, ask)
     broadcast(None)
     say(table(results))
     samples = results.pop("samples", {})
     if config.evaluate.harness.log_samples:
+        assert folder is not None
         for task, rows in samples.items():
             lines = [json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows]
             (folder / SAMPLES.format(task=task.replace("/", "-"))).write_text("".join(lines))
     return results
 
 
-def _evaluate(tasks: LoadedTasks, config: Config, ask: Callable[[str, Any], Any]) -> dict[str, Any]:
+def _generated(
+    harness: Harness, model: InferenceModel, settings: GenerateConfig, prompts: Sequence[Prompt]
+) -> list[Answer]:
+    """One answer a prompt, in their order."""
+    job = Job(harness.source, model.config.data, tuple(prompts), harness.ends)
+    rounds = answers(
+        generator_of(model, job, settings), job, model.groups, settings, see=lambda number, text, ended: None
+    )
+    return [answer for some in rounds for answer in some]
+
+
+def _evaluate(harness: Harness, config: Config, ask: Callable[[str, Any], Any]) -> dict[str, Any]:
     from lm_eval.evaluator import evaluate
 
     from engine.harness_model import HarnessModel
 
-    asked = config.evaluate
+    asked, tasks = config.evaluate, harness.tasks
+    assert tasks is not None
     model = HarnessModel(
-        as_transformers_loads(config.data),
+        harness.tokenizer.tokenizer,
         max_length=asked.sequence_length or config.model.max_position_embeddings,
-        score=lambda rows: ask("score", rows),
+        settings=replace(config.generate, batch_size=asked.batch_size, num_samples=1, ignore_eos=False),
+        ask=ask,
     )
     loaded = prepared(tasks, num_fewshot=asked.harness.num_fewshot)
     # lm-eval's bootstrap ends its processes by SIGTERM, which here would mean that somebody stops the run.
@@ -79,18 +126,6 @@ def _evaluate(tasks: LoadedTasks, config: Config, ask: Callable[[str, Any], Any]
 def _die_by_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-
-
-def as_transformers_loads(data: DataConfig) -> Any:
-    """data.tokenizer as `recipes/convert.py export` writes it and AutoTokenizer loads it."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(data, Path(folder))
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.eos_token_id is None:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(load_tokenizer(data.tokenizer).eod_id)
-    return tokenizer
 
 
 def table(results: dict[str, Any]) -> str:

@@ -7,33 +7,45 @@ windows are lm-eval's: the numbers are those of HFLM on the exported folder.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
-from corpus.scored_rows import Row, continuation_row
-from engine.scoring import RowScore
+from conf.schema import GenerateConfig
+from corpus.prompts import Prompt
+from corpus.scored_rows import continuation_row
+from engine.failure import StopRun
 
 LONGEST_ANSWER = 256  # tokens generated where a task does not say, as for HFLM
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
 
 
 class HarnessModel(TemplateLM):
-    """score: the scores of rows, from all ranks. max_length: tokens that the model sees at once."""
+    """max_length: tokens that the model sees at once; settings: of answers where a task says nothing; ask(what, of): of
+    all ranks, "score" of rows or "generate" of (settings, prompts).
+    """
 
     backend = "causal"
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, max_length: int, score: Callable[[list[Row]], list[RowScore]]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        settings: GenerateConfig,
+        ask: Callable[[str, Any], Any],
     ) -> None:
         super().__init__()
         self.tokenizer: Any = tokenizer
-        self.max_length, self.score = max_length, score
+        self.max_length, self.settings, self.ask = max_length, settings, ask
 
     @property
     def eot_token_id(self) -> int:
@@ -69,7 +81,7 @@ class HarnessModel(TemplateLM):
             continuation_row(np.array(context), np.array(continuation), sequence_length=self.max_length)
             for _, context, continuation in requests
         ]
-        return [(-score.nats, score.all_argmax) for score in self.score(rows)]
+        return [(-score.nats, score.all_argmax) for score in self.ask("score", rows)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         windows: list[list[Encoded]] = []
@@ -82,4 +94,48 @@ class HarnessModel(TemplateLM):
         return [sum(next(found)[0] for _ in some) for some in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        raise AssertionError
+        """Requests of like settings together; each text without its stop string."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        found: dict[int, str] = {}
+        for numbers in groups.values():
+            contexts = [requests[number].args[0] for number in numbers]
+            found |= dict(zip(numbers, self._continued(contexts, requests[numbers[0]].args[1]), strict=True))
+        return [found[number] for number in range(len(requests))]
+
+    def _continued(self, contexts: Sequence[str], said: dict[str, Any]) -> list[str]:
+        """One text a context, the longest contexts computed first. StopRun for settings that are not known here."""
+        words = dict(normalize_gen_kwargs(said, LONGEST_ANSWER))
+        until = handle_stop_sequences(words.pop("until"), eos=self.tokenizer.decode(self.eot_token_id))
+        longest = int(words.pop("max_gen_toks"))
+        if longest >= self.max_length:
+            raise StopRun(
+                f"a task generates {longest} tokens, and the model sees {self.max_length} at once: no room for a "
+                "question; set max_gen_toks in generation_kwargs of its file"
+            )
+        settings = self._settings(words, stop=[text for text in until if text], max_new_tokens=longest)
+        prompts = [self._prompt(text, room=self.max_length - longest) for text in contexts]
+        order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].ids))
+        made = self.ask("generate", (settings, [prompts[n] for n in order]))
+        texts = {
+            n: self.tokenizer.decode(answer.ids, skip_special_tokens=True)
+            for n, answer in zip(order, made, strict=True)
+        }
+        return [postprocess_generated_text(texts[n], until, None) for n in range(len(prompts))]
+
+    def _settings(self, words: dict[str, Any], **known: Any) -> GenerateConfig:
+        samples = words.pop("do_sample")
+        temperature = float(words.pop("temperature", 1.0)) if samples else 0.0
+        known |= {"top_k": int(words.pop("top_k", 0)), "top_p": float(words.pop("top_p", 1.0))}
+        if words:
+            raise StopRun(
+                f"a task asks for generation_kwargs {', '.join(sorted(words))}, which are not known here; known are "
+                "until, max_gen_toks, do_sample, temperature, top_k and top_p"
+            )
+        return replace(self.settings, temperature=temperature, **known)
+
+    def _prompt(self, text: str, *, room: int) -> Prompt:
+        begin = self.tokenizer.bos_token
+        ids = self.tokenizer.encode(text, add_special_tokens=begin is None or not text.startswith(begin))
+        return Prompt(text, text, tuple(ids[-room:]) or (self.prefix_token_id,))

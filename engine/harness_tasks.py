@@ -2,14 +2,13 @@
 
 A task is a YAML file: named by its path, or by what it calls itself in `include_path` or in lm-eval's own folder. Its
 data are local files (dataset_path: json, dataset_kwargs: {data_files: ...}; paths from the folder of the call), or a
-dataset of the hub that this machine holds already: HF_HUB_OFFLINE=1 stands unless the environment says otherwise.
+dataset of the hub that this machine holds already: the recipe sets HF_HUB_OFFLINE=1 unless the environment has it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,6 @@ from conf.evaluate_schema import HarnessConfig
 from conf.knobs import did_you_mean
 
 INSTALL = "pip install 'lm-eval>=0.4.9,<0.5'"
-
-
-def stay_offline() -> None:
-    """Before transformers, datasets or lm_eval is imported, which read it then. No progress bars either."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @dataclass(frozen=True)

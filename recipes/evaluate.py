@@ -24,16 +24,20 @@ from conf.schema import Config
 from parallel.plan import ParallelPlan
 
 
+def stay_offline() -> None:
+    """Before transformers, datasets or lm_eval is imported, which read it then: no hub, and no progress bars."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 def run(config: Config, plan: ParallelPlan) -> int:
     """Config and plan are valid here; torch is imported from here on."""
-    from engine.harness_tasks import load_tasks, stay_offline
-
     if config.evaluate.harness.tasks:
         stay_offline()
     from engine.evaluation_jobs import prepare_jobs, run_jobs, with_tokenizer
     from engine.evaluation_report import record, target, title
     from engine.failure import refuse
-    from engine.harness import run_harness
+    from engine.harness import open_harness, run_harness
     from engine.inference import InferenceModel
     from engine.scoring import Scorer
     from engine.session import Session, announce
@@ -45,7 +49,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
         source = find_weights(config)
         config = with_tokenizer(config, source)
         jobs = prepare_jobs(config, progress=announce)
-        tasks = load_tasks(config.evaluate.harness) if rank == 0 and config.evaluate.harness.tasks else None
+        harness = open_harness(config, source, rank=rank)
         out = target(config)
         claimed = claim_run_folder(config.run) if rank == 0 else None
     except (ValueError, OSError) as error:
@@ -54,10 +58,9 @@ def run(config: Config, plan: ParallelPlan) -> int:
     with Session(config, plan, folder=claimed.path if claimed is not None else None) as session:
         model = InferenceModel(config, plan, session.groups, device=session.device.torch_device, source=source)
         announce(title(session, source))
-        scorer = Scorer(model, batch_size=config.evaluate.batch_size)
-        results = run_jobs(jobs, scorer, say=announce)
-        if config.evaluate.harness.tasks:
-            results["harness"] = run_harness(tasks, scorer, session, say=announce)
+        results = run_jobs(jobs, Scorer(model, batch_size=config.evaluate.batch_size), say=announce)
+        if harness is not None:
+            results["harness"] = run_harness(harness, model, session, say=announce)
         if rank == 0:
             announce(f"results    {record(session, results, source=source, out=out)}")
     return 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,12 @@ from conf.schema import Config, DataConfig
 from corpus.batches import IGNORED
 from corpus.tokenizer_folder import write_tokenizer
 from engine.evaluation_jobs import prepare_jobs, run_jobs
-from engine.harness import run_harness
-from engine.harness_tasks import load_tasks, stay_offline
-from engine.inference import TargetScores
+from engine.harness import open_harness, run_harness
+from engine.inference import InferenceModel, TargetScores
 from engine.scoring import Scorer
+from engine.weight_source import find_weights
 from parallel.groups import SINGLE, Groups
+from recipes.evaluate import stay_offline
 from tests.engine.inferences import configured, opened, saved
 
 LENGTH = 48  # most positions of the model
@@ -71,12 +73,23 @@ def place(folder: Path, case: str = "llama gqa", **changes: Any) -> Place:
     rows = [{"q": question, "choices": choices, "gold": gold} for question, choices, gold in QUESTIONS]
     write_task(made.tasks, "choice", rows, **CHOICE)
     write_task(made.tasks, "rolling", [{"text": text} for text in DOCUMENTS], **ROLLING)
+    write_task(made.tasks, "answer", rows, **ANSWER)
+    write_task(made.tasks, "next_word", [{"text": text} for text in PASSAGES], **NEXT_WORD)
     return made
 
 
 CHOICE: dict[str, Any] = dict(
     output_type="multiple_choice", doc_to_text="Q: {{q}}\nA:", doc_to_choice="{{choices}}", doc_to_target="gold",
     fewshot_split="test", metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
+)  # fmt: skip
+ANSWER: dict[str, Any] = dict(
+    output_type="generate_until", doc_to_text="Q: {{q}}\nA:", doc_to_target="{{choices[0]}}", fewshot_split="test",
+    generation_kwargs={"until": ["e", "\n\n"], "max_gen_toks": 14}, metric_list=[{"metric": "exact_match"}],
+)  # fmt: skip
+NEXT_WORD: dict[str, Any] = dict(  # as lm-eval's own lambada_openai
+    output_type="loglikelihood", doc_to_text="{{text.split(' ')[:-1]|join(' ')}}",
+    doc_to_target="{{' ' + text.split(' ')[-1]}}", num_fewshot=0,
+    metric_list=[{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}, {"metric": "acc"}],
 )  # fmt: skip
 ROLLING: dict[str, Any] = dict(
     output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
@@ -95,27 +108,30 @@ def write_task(folder: Path, name: str, rows: list[dict[str, Any]], **task: Any)
 def numbers(made: Place, plans: Mapping[str, tuple[str, ...]], tasks: list[str]) -> dict[str, Any]:
     """Results of the jobs and, on rank 0, of the harness with its samples, under each plan in the world that runs."""
     stay_offline()
+    os.environ["DISABLE_MULTIPROC"] = "1"  # ranks of a test may have no children, which lm-eval's bootstrap would be
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = {}
     for plan, words in plans.items():
         config, _ = configured(made.model, *made.words(), *words, world_size=world_size)
-        scorer = Scorer(opened(made.model, *made.words(), *words), batch_size=config.evaluate.batch_size)
+        model = opened(made.model, *made.words(), *words)
+        scorer = Scorer(model, batch_size=config.evaluate.batch_size)
         results: dict[str, Any] = run_jobs(prepare_jobs(config, progress=print), scorer, say=lambda line: None)
         if tasks:
-            results["harness"] = harness(config, scorer, made, tasks, rank)
+            results["harness"] = harness(config, model, made, tasks, rank)
         found[plan] = results
     return found
 
 
-def harness(config: Config, scorer: Scorer, made: Place, tasks: list[str], rank: int) -> dict[str, Any]:
+def harness(config: Config, model: InferenceModel, made: Place, tasks: list[str], rank: int) -> dict[str, Any]:
     """As the recipe calls it, at all the length that the model has."""
     folder = made.tasks.parent / "out"
     folder.mkdir(exist_ok=True)
     config.evaluate.sequence_length = None
     config.evaluate.harness = HarnessConfig(tasks, str(made.tasks), num_fewshot=2, log_samples=True)
-    loaded = load_tasks(config.evaluate.harness) if rank == 0 else None
+    opened_ = open_harness(config, find_weights(config), rank=rank)
+    assert opened_ is not None
     session: Any = SimpleNamespace(rank=rank, config=config, folder=folder)
-    results = run_harness(loaded, scorer, session, say=lambda line: None)
+    results = run_harness(opened_, model, session, say=lambda line: None)
     if rank == 0:
         results["samples"] = {
             task: [json.loads(line) for line in (folder / f"samples-{task}.jsonl").read_text().splitlines()]

@@ -69,7 +69,7 @@ def test_weights_and_tokenizers_that_do_not_go_together_are_named(folder, tmp_pa
         small, capsys, "data.tokenizer=byte"
     )
     assert "these weights have none; name their tokenizer" in refusal(folder, capsys, "data.tokenizer=bpe")
-    with pytest.raises(ConfigError, match="evaluate.batch_size=0 must be positive"):
+    with pytest.raises(ConfigError, match=r"evaluate.batch_size=0 must be positive"):
         configured(folder, "evaluate.batch_size=0", world_size=1)
 
 

@@ -91,7 +91,7 @@ def test_positions_travel_only_where_documents_restart():
     one = Row(np.arange(3), np.arange(3), np.arange(3))
     assert padded([one, Row(np.arange(2), np.arange(2))])[2] is None
     two = Row(np.arange(3), np.arange(3), np.array([0, 0, 1]))
-    tokens_BS, labels_BS, positions_BS = padded([one, two, Row(np.arange(2), np.arange(2))])
+    _, labels_BS, positions_BS = padded([one, two, Row(np.arange(2), np.arange(2))])
     assert positions_BS is not None and positions_BS.tolist() == [[0, 1, 2], [0, 0, 1], [0, 1, 2]]
     assert labels_BS.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, IGNORED]]
 
