@@ -28,7 +28,7 @@ from engine.scoring import Scorer
 from engine.weight_source import find_weights
 from parallel.groups import SINGLE, Groups
 from recipes.evaluate import stay_offline
-from tests.engine.inferences import configured, opened, saved
+from tests.engine.inferences import configured, loaded, opened, saved
 
 LENGTH = 48  # most positions of the model
 DOCUMENTS = [
@@ -74,6 +74,7 @@ def place(folder: Path, case: str = "llama gqa", **changes: Any) -> Place:
     write_task(made.tasks, "choice", rows, **CHOICE)
     write_task(made.tasks, "rolling", [{"text": text} for text in DOCUMENTS], **ROLLING)
     write_task(made.tasks, "answer", rows, **ANSWER)
+    write_task(made.tasks, "likely", likely_letters(model), **LIKELY)
     write_task(made.tasks, "next_word", [{"text": text} for text in PASSAGES], **NEXT_WORD)
     return made
 
@@ -86,6 +87,10 @@ ANSWER: dict[str, Any] = dict(
     output_type="generate_until", doc_to_text="Q: {{q}}\nA:", doc_to_target="{{choices[0]}}", fewshot_split="test",
     generation_kwargs={"until": ["e", "\n\n"], "max_gen_toks": 14}, metric_list=[{"metric": "exact_match"}],
 )  # fmt: skip
+LIKELY: dict[str, Any] = dict(
+    output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target="{{a}}", num_fewshot=0,
+    metric_list=[{"metric": "acc"}],
+)  # fmt: skip
 NEXT_WORD: dict[str, Any] = dict(  # as lm-eval's own lambada_openai
     output_type="loglikelihood", doc_to_text="{{text.split(' ')[:-1]|join(' ')}}",
     doc_to_target="{{' ' + text.split(' ')[-1]}}", num_fewshot=0,
@@ -95,6 +100,18 @@ ROLLING: dict[str, Any] = dict(
     output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}",
     metric_list=[{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
 )  # fmt: skip
+
+
+def likely_letters(folder: Path) -> list[dict[str, str]]:
+    """Questions whose answer is the letter that transformers' model finds most likely, but for the last one's."""
+    network, found = loaded(folder), []
+    for n in range(40):
+        with torch.no_grad():
+            best = int(network(torch.tensor([[*f"number {n}:".encode()]])).logits[0, -1].argmax())
+        if best < 128 and chr(best).isprintable() and chr(best) != " ":
+            found.append({"q": f"number {n}:", "a": chr(best)})
+    assert len(found) > 3
+    return [*found, found[0] | {"a": "~" if found[0]["a"] != "~" else "!"}]
 
 
 def write_task(folder: Path, name: str, rows: list[dict[str, Any]], **task: Any) -> None:

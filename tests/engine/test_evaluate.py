@@ -19,7 +19,7 @@ from tests.engine.inferences import loaded
 from tests.ranks import run_ranks
 
 CLOSE = 1e-5  # of a mean loss in fp32, about a hundred roundings of 6e-8 relative to 5
-TASKS = ["choice", "rolling", "answer", "next_word"]
+TASKS = ["choice", "rolling", "answer", "next_word", "likely"]
 PLANS = {"tp2_pp2": ("parallel.tp=2", "parallel.pp=2"), "pp2_dp2": ("parallel.pp=2",)}
 WIDE = {
     "dp4": (),
@@ -131,6 +131,9 @@ def check_numbers(found: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def check_harness(found: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Every answer, and the table of numbers."""
+    asked = len(theirs["samples"]["likely"])
+    assert found["results"]["likely"]["acc,none"] == (asked - 1) / asked
+    assert len({row["resps"][0][0] for row in theirs["samples"]["answer"]}) > 3
     for task, rows in theirs["samples"].items():
         ours = {row["doc_id"]: row for row in found["samples"][task]}
         assert len(ours) == len(rows)

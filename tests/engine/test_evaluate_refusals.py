@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from conf.schema import DataConfig
 from corpus.tokenizer_folder import write_tokenizer
 from recipes import evaluate
 from tests.engine.inferences import configured, saved
+from tests.engine.launched import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line of an evaluation that ends with 2."""
     config, plan = configured(folder, f"data.tokenizer={folder}", *words, world_size=1)
+    capsys.readouterr()  # what saving the folder said
     assert evaluate.run(config, plan) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -53,7 +57,7 @@ def test_texts_that_are_not_there_or_of_another_shape_are_named(folder, tmp_path
         (["evaluate.wikitext=[nowhere]"], f"evaluate.wikitext: nowhere: no such file (from {tmp_path})"),
         (["evaluate.wikitext=[rows.jsonl]"], "name the file as WikiText has it, such as wiki.test.tokens"),
         (["evaluate.lambada=[rows.jsonl]"], "no column 'text'; it has body: set evaluate.text_column"),
-        (["evaluate.lambada=[plain.txt]"], "wants a row an example, as .jsonl, .csv or .parquet have them"),
+        (["evaluate.lambada=[plain.txt]"], "wants a row an example, as .jsonl, .csv or .parquet has them"),
         (["evaluate.tasks=[lambada]"], "evaluate.tasks has lambada, but evaluate.lambada names nothing"),
         (["evaluate.tasks=[harness]"], "evaluate.tasks has harness, but evaluate.harness.tasks names nothing"),
         (["evaluate.wikitext=[plain.txt]", "evaluate.overlapping_eval=64"], "leaves gaps between windows of 32 tokens"),
@@ -88,14 +92,16 @@ def test_harness_tasks_that_cannot_be_loaded_are_named(folder, tmp_path, capsys,
 
 
 @pytest.mark.slow  # lm-eval lists its 14,000 tasks
-def test_unknown_tasks_and_those_of_the_hub_are_named(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_unknown_tasks_and_those_of_the_hub_are_named(folder, tmp_path):
     task(tmp_path, "sums")
-    words = (f"evaluate.harness.include_path={tmp_path}",)
-    line = refusal(folder, capsys, "evaluate.harness.tasks=[summs]", *words)
-    assert f"no task, group or tag summs in {tmp_path} and lm-eval's own; did you mean sums?" in line
-    line = refusal(folder, capsys, "evaluate.harness.tasks=[sums,hellaswag]", *words)
-    assert "hellaswag cannot be loaded" in line and "it wants a dataset of the hub" in line
+    for tasks, said in (
+        ("summs", f"no task, group or tag summs in {tmp_path} and lm-eval's own; did you mean sums?"),
+        ("sums,hellaswag", "hellaswag cannot be loaded (ConnectionError: Couldn't reach 'Rowan/hellaswag' on the Hub"),
+    ):
+        command = [sys.executable, "recipes/evaluate.py", f"initialize_from={folder}", f"run.dir={tmp_path}"]
+        command += [f"evaluate.harness.tasks=[{tasks}]", f"evaluate.harness.include_path={tmp_path}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_lm_eval_that_is_not_installed_is_named_with_the_command_that_installs_it(folder, capsys, monkeypatch):
