@@ -68,6 +68,7 @@ def called(monkeypatch, capsys):
 
 BAD = {
     "no weights": (["prompt=x"], "initialize_from has no value; name the weights: a run, a checkpoint"),
+    "empty": (["initialize_from=", "prompt=x"], "initialize_from has no value"),
     "not there": (
         ["initialize_from=/no/where", "prompt=x"],
         "initialize_from=/no/where: /no/where is no folder; name a",
@@ -208,6 +209,6 @@ def test_text_is_streamed_to_standard_output_and_kept_in_a_file_the_same(folder,
         for number, row in enumerate(rows, start=1)
     )
     assert done.stderr.startswith(b"model    model: ") and b"tokens/s" in done.stderr
-    with pytest.raises(ValueError, match="out.jsonl exists; name another file, or set generate.overwrite=true"):
+    with pytest.raises(ValueError, match="exists; name another file, or set generate.overwrite=true"):
         job_of(*words, f"generate.output={out}")
     job_of(*words, f"generate.output={out}", "generate.overwrite=true")
