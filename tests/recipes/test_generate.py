@@ -209,6 +209,6 @@ def test_text_is_streamed_to_standard_output_and_kept_in_a_file_the_same(folder,
         for number, row in enumerate(rows, start=1)
     )
     assert done.stderr.startswith(b"model    model: ") and b"tokens/s" in done.stderr
-    with pytest.raises(ValueError, match="exists; name another file, or set generate.overwrite=true"):
+    with pytest.raises(ValueError, match="exists; name another file, or set"):
         job_of(*words, f"generate.output={out}")
     job_of(*words, f"generate.output={out}", "generate.overwrite=true")
