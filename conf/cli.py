@@ -63,7 +63,7 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None, trains: 
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
         if not trains:
-            if config.initialize_from is None:
+            if not config.initialize_from:
                 raise ConfigError([NO_SOURCE])
             config = forward_only(config, world_size=world_size)
         require_plan(config, world_size=world_size, device=device)

@@ -74,6 +74,8 @@ def with_source(arguments: Sequence[str], *, device: Callable[[], str]) -> list[
     if not given or any(sign in given[-1] for sign in "{}[],"):
         return list(arguments)
     value = given[-1].strip("'\"")
+    if value in ("", "null"):
+        return list(arguments)
     try:
         found = _overrides(resolved(value), device)
     except ConfigError as error:

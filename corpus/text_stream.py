@@ -19,7 +19,10 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], *, context: Sequence[int], stop: Sequence[str]) -> None:
         """context: ids before the stream's (the prompt); stop: no empty one."""
         self._decode, self._stop = decode, tuple(stop)
-        self._ids = list(context[-CONTEXT:])
+        start = max(0, len(context) - CONTEXT)
+        while start and decode(context[start:]).startswith(HALF):
+            start -= 1
+        self._ids = list(context[start:])
         self._from, self._read = 0, len(self._ids)  # ids decoded together, and those of them that are text already
         self._held = ""  # may become a stop string
         self.text = ""
@@ -37,6 +40,8 @@ class TextStream:
     def _new_text(self, *, ends: bool) -> str:
         before = self._decode(self._ids[self._from : self._read])
         whole = self._decode(self._ids[self._from :])
+        if not whole.startswith(before):  # some decoders give up a whole run of bytes for the one that is wrong
+            before, whole = "", self._decode(self._ids[self._read :])
         if len(whole) <= len(before) or (whole.endswith(HALF) and not ends):
             return ""
         self._from, self._read = self._read, len(self._ids)

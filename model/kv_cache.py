@@ -28,6 +28,7 @@ class CacheStep:
 
     buffers: Mapping[nn.Module, tuple[Tensor, Tensor]]
     positions_BS: Tensor | None
+    rows_B1: Tensor | None  # 0 .. B - 1, beside positions
     keys: int
 
     def joined(self, layer: nn.Module, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,9 +38,8 @@ class CacheStep:
             for place, new in zip(places, (k_BKSD, v_BKSD), strict=True):
                 place[:, :, : self.keys] = new
             return k_BKSD, v_BKSD
-        row_B1 = torch.arange(len(self.positions_BS), device=self.positions_BS.device)[:, None]
         for place, new in zip(places, (k_BKSD, v_BKSD), strict=True):
-            place[row_B1, :, self.positions_BS] = new.transpose(1, 2)
+            place[self.rows_B1, :, self.positions_BS] = new.transpose(1, 2)
         return places[0][:, :, : self.keys], places[1][:, :, : self.keys]
 
 
@@ -71,9 +71,10 @@ class KeyValueCache:
         """For all blocks of the model. `positions_BS` None: the first tokens of every row, S == keys; else tokens at
         these places, all below `keys`, after others that were computed before.
         """
-        step = CacheStep(self.buffers, positions_BS, keys)
         if positions_BS is None:
+            step = CacheStep(self.buffers, None, None, keys)
             return dataclasses.replace(block.context(hidden_BSH, None), cache=step)
+        step = CacheStep(self.buffers, positions_BS, torch.arange(self.rows, device=hidden_BSH.device)[:, None], keys)
         device, dtype = hidden_BSH.device, hidden_BSH.dtype
         cos, sin = None, None
         if block.rotary is not None:

@@ -13,6 +13,7 @@ to standard output, all else to standard error. Every knob: docs/generation.md.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -83,4 +84,6 @@ def words_of(arguments: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.argv[1:] = words_of(sys.argv[1:])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows another
     main(run, trains=False)

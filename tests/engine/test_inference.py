@@ -9,14 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from conf.schema import Family
 from engine.inference import InferenceModel
-from tests.engine.inferences import ONE_A_FAMILY, TP2_PP2, loaded, on_each, saved
+from engine.peft_files import merge_adapter
+from tests.engine.cases import global_batch, tiny_config
+from tests.engine.inferences import TP2_PP2, loaded, on_each, opened, saved
+from tests.engine.resumes import train_and_save
+from tests.engine.test_lora_checkpoints import lora_config, save_base, trained_from
 from tests.model.test_huggingface import CASES
 from tests.ranks import run_ranks
 
 CLOSE = 1e-5  # fp32, logits of order 1: about a hundred roundings of 6e-8
 LENGTHS = (4, 11, 7)
 TOTAL = 24
+# Learned positions and a tied table, a window shorter than the sequence, fused heads; all families: test_generate.py.
+UNLIKE = ("gpt2", "mistral, window of 5, wide heads", "gpt_neox")
 
 
 def tokens_and_targets() -> tuple[Tensor, Tensor]:
@@ -77,8 +84,8 @@ def check(ranks: list[dict[str, Any]], folder: Path, *, tp: int) -> None:
         assert torch.allclose(got, wanted_BSV[row, length - 1 :][: len(got)], atol=CLOSE, rtol=0)
 
 
-def test_scores_and_cached_logits_of_every_family_are_transformers_under_tp2_pp2(tmp_path: Path) -> None:
-    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(ONE_A_FAMILY)}
+def test_scores_and_cached_logits_are_transformers_under_tp2_pp2(tmp_path: Path) -> None:
+    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(UNLIKE)}
     ranks = run_ranks(4, on_each, folders, TP2_PP2, asked)
     for case, folder in folders.items():
         check([rank[case] for rank in ranks], folder, tp=2)
@@ -93,3 +100,52 @@ def test_scores_and_cached_logits_of_every_kind_of_model_under_every_plan(ranks,
     answers = run_ranks(ranks, on_each, folders, words, asked)
     for case, folder in folders.items():
         check([answer[case] for answer in answers], folder, tp=tp)
+
+
+def scores_of(source: Path) -> Tensor:
+    config = lora_config()
+    batch = global_batch(config, 3)
+    return opened(source, "parallel.pp=2").target_scores(batch.tokens_BS, batch.labels_BS).log_probabilities_BS
+
+
+def test_adapters_of_two_tensor_ranks_run_beside_their_base_on_two_stages_as_merged_ones_do(tmp_path: Path) -> None:
+    config = lora_config(family=Family.gpt2, data__mask_documents=False, parallel__tp=2, zero__stage=1)
+    base = save_base(config, tmp_path / "base")
+    config.initialize_from = str(base)
+    run_ranks(2, trained_from, config, tmp_path / "run", base)
+    merge_adapter(tmp_path / "run" / "checkpoints" / "step-00000002", base, tmp_path / "merged")
+    batch = global_batch(config, 3)
+    with torch.no_grad():
+        merged, plain = (
+            loaded(folder)(batch.tokens_BS).logits.log_softmax(-1) for folder in (tmp_path / "merged", base)
+        )
+    wanted, before = (
+        x.gather(2, batch.labels_BS.clamp(min=0)[..., None])[..., 0] * (batch.labels_BS != -100)
+        for x in (merged, plain)
+    )
+    assert (wanted - before).abs().max() > 0.01
+    for got in run_ranks(2, scores_of, tmp_path / "run"):
+        assert torch.allclose(got, wanted, atol=CLOSE, rtol=0)
+
+
+def refused(source: Path, *words: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        opened(source, *words)
+    return str(caught.value)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    config = tiny_config(family=Family.llama)
+    run_ranks(1, train_and_save, config, tmp_path / "run", 1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    [said] = run_ranks(1, refused, tmp_path / "run", "model.num_layers=3")
+    assert "is another model: model.num_layers" in said and "has no tensor model.layers.3." in said
+    [file] = (checkpoint / "weights").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    for said in run_ranks(2, refused, tmp_path / "run", "parallel.tp=2"):
+        assert said.startswith(f"checkpoint {checkpoint} is damaged") and "are not those that were written" in said
+    (tmp_path / "base").mkdir()
+    [said] = run_ranks(1, refused, tmp_path / "base", "model=llama_tiny")
+    assert "cannot be read" in said or "holds no .safetensors file" in said
