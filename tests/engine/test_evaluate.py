@@ -131,9 +131,6 @@ def check_numbers(found: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def check_harness(found: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Every answer, and the table of numbers."""
-    asked = len(theirs["samples"]["likely"])
-    assert found["results"]["likely"]["acc,none"] == (asked - 1) / asked
-    assert len({row["resps"][0][0] for row in theirs["samples"]["answer"]}) > 3
     for task, rows in theirs["samples"].items():
         ours = {row["doc_id"]: row for row in found["samples"][task]}
         assert len(ours) == len(rows)
@@ -161,6 +158,9 @@ def test_loss_and_words_are_transformers_on_one_rank(one, theirs):
 
 
 def test_the_harness_answers_as_hflm_on_one_rank(one, theirs):
+    asked = len(theirs["harness"]["samples"]["likely"])
+    assert one["harness"]["results"]["likely"]["acc,none"] == (asked - 1) / asked
+    assert len({row["resps"][0][0] for row in theirs["harness"]["samples"]["answer"]}) > 3
     check_harness(one["harness"], theirs["harness"])
 
 
@@ -191,7 +191,8 @@ def test_wider_plans_have_the_same_numbers(made, theirs):
 )
 def test_other_families_are_transformers_too(case, tmp_path: Path):
     made = place(tmp_path, case)
-    theirs = reference(made) | {"harness": hflm(made, TASKS)}
-    found = run_ranks(4, numbers, made, {"tp2_pp2": PLANS["tp2_pp2"]}, TASKS)[0]["tp2_pp2"]
+    tasks = [task for task in TASKS if task != "likely"]
+    theirs = reference(made) | {"harness": hflm(made, tasks)}
+    found = run_ranks(4, numbers, made, {"tp2_pp2": PLANS["tp2_pp2"]}, tasks)[0]["tp2_pp2"]
     check_numbers(found, theirs)
     check_harness(found["harness"], theirs["harness"])
