@@ -23,9 +23,10 @@ ON_RANKS = """\
 deepspeed --num_gpus 8 {script} model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
 {launcher} -n 4 {script} experiment=stdlib_tp2_pp2
 python {script} model=llama_tiny                       one rank"""
-ALONE = {  # recipes that are started as one process
+ALONE = {  # recipes that are, or may be, started as one process
     "plan.py": "python {script} model=llama_70b cluster=dgx_h100 cluster.nodes=8 train.global_batch_size=1024",
     "promote.py": "python {script} profile=tp2_pp2 model=llama_tiny promote.dry_run=true",
+    "generate.py": 'python {script} initialize_from=RUN prompt="def main(" generate.temperature=0.8',
     "benchmark.py": "python {script} benchmark.plans=[tp2,pp2]",
 }
 

@@ -30,7 +30,8 @@ FORMATS = {  # as config.json and safetensors name them
     "F32": DType.fp32, "BF16": DType.bf16, "F16": DType.fp16,
 }  # fmt: skip
 # A group or a knob on the command line, and the first words of what the source then does not say.
-CHOSEN = {"model=": "model", "lora=": "lora.", "precision=": "precision.", "lora.initialize_from=": "lora."}
+ADAPTER = "lora.initialize_from="
+CHOSEN = {"model=": "model", "lora=": "lora.", "precision=": "precision.", ADAPTER: "lora."}
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -76,7 +77,23 @@ def with_source(arguments: Sequence[str], *, device: Callable[[], str]) -> list[
     except ValueError as error:
         raise ConfigError([f"initialize_from={value}: {line}" for line in str(error).splitlines()]) from None
     aside = tuple(start for word, start in CHOSEN.items() if any(text.startswith(word) for text in arguments))
-    return [text for text in found if not text.startswith(aside)] + list(arguments)
+    said = [text for text in found if not text.startswith(aside)]
+    adapters = [text.removeprefix(ADAPTER).strip("'\"") for text in arguments if text.startswith(ADAPTER)]
+    return said + (_adapter_overrides(adapters[-1]) if adapters else []) + list(arguments)
+
+
+def _adapter_overrides(given: str) -> list[str]:
+    """Shape and strength of the adapters in a folder of PEFT's, or of a checkpoint. Raises ConfigError."""
+    folder = Path(given).expanduser().absolute()
+    folder = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
+    try:
+        about = json.loads((folder / ADAPTER_CONFIG).read_text())
+        targets = about["target_modules"]
+        knobs = {"rank": about["r"], "alpha": about["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{ADAPTER}{given} is no PEFT adapter ({error!r})"]) from None
+    knobs["target_modules"] = [targets] if isinstance(targets, str) else targets
+    return [f"lora.{key}={_typed(value)}" for key, value in knobs.items()]
 
 
 def _overrides(path: Path, device: Callable[[], str]) -> list[str]:
