@@ -194,8 +194,8 @@ def _main(task: Callable[[Config, int], int], argv: Sequence[str], expand: Calla
     rank, world_size = world()
     require_own_store()
     argv = expand(argv)
-    sys.argv[1:] = argv
     flags = parse_flags(argv)
+    sys.argv[1:] = [word for word in argv if word not in flags.overrides] + flags.overrides  # as Hydra wants them
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:
         return 0

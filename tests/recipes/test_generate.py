@@ -131,8 +131,8 @@ def test_a_file_of_text_is_a_prompt_a_line_and_ids_that_the_model_lacks_are_name
     with pytest.raises(ValueError) as caught:
         job_of(f"initialize_from={small}", "data.tokenizer=byte", "prompt=!", "prompt=a")
     assert str(caught.value) == (
-        "generate.prompts.1: token 97 of data.tokenizer=byte is none of model.vocab_size=61; use the tokenizer of these "
-        "weights"
+        "generate.prompts.1: token 97 of data.tokenizer=byte is none of model.vocab_size=61; use the tokenizer of "
+        "these weights"
     )
 
 
