@@ -71,7 +71,7 @@ def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None, trains: 
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
-    _run(planned, expanded if trains else lambda words: expanded(with_source(words, device=device_kind)))
+    _run(planned, spelled_out if trains else lambda words: spelled_out(with_source(words, device=device_kind)))
 
 
 def require_plan(config: Config, *, world_size: int, device: str | None) -> None:
@@ -91,7 +91,7 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
             raise ConfigError(problems)
         return 0 if world()[0] > 0 else entry(config) or 0  # started on many ranks, one of them answers
 
-    _run(unplanned, expanded)
+    _run(unplanned, spelled_out)
 
 
 def _run(task: Callable[[Config, int], int], expand: Callable[[Sequence[str]], list[str]]) -> NoReturn:
@@ -161,12 +161,17 @@ def require_own_store() -> None:
         )  # fmt: skip
 
 
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """prompt=TEXT and model=FOLDER as the knobs that they stand for. Raises ConfigError."""
+    return expanded(overrides.with_prompts(arguments))
+
+
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
     """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
 
     config_dir: a folder of more YAML groups.
     """
-    arguments = expanded(arguments)
+    arguments = spelled_out(arguments)
     folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
@@ -189,8 +194,8 @@ def _main(task: Callable[[Config, int], int], argv: Sequence[str], expand: Calla
     rank, world_size = world()
     require_own_store()
     argv = expand(argv)
-    sys.argv[1:] = argv
     flags = parse_flags(argv)
+    sys.argv[1:] = [word for word in argv if word not in flags.overrides] + flags.overrides  # as Hydra wants them
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:
         return 0

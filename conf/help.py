@@ -29,6 +29,7 @@ deepspeed --num_gpus 4 {script} initialize_from=runs/EXPERIMENT/ID parallel=tp2_
 python {script} initialize_from=FOLDER evaluate.wikitext=[wiki.test.tokens] evaluate.lambada=[test.jsonl]""",
     "plan.py": "python {script} model=llama_70b cluster=dgx_h100 cluster.nodes=8 train.global_batch_size=1024",
     "promote.py": "python {script} profile=tp2_pp2 model=llama_tiny promote.dry_run=true",
+    "generate.py": 'python {script} initialize_from=RUN prompt="def main(" generate.temperature=0.8',
     "benchmark.py": "python {script} benchmark.plans=[tp2,pp2]",
 }
 

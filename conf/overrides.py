@@ -20,6 +20,8 @@ from yaml import MarkedYAMLError
 from conf.knobs import did_you_mean, is_known, knobs, names
 from conf.schema import Config
 
+PROMPT = "prompt="  # recipes/generate.py: a text as it is typed, which Hydra's grammar would read
+
 
 def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) -> list[str]:
     """One line for each override that cannot be; `options`: the YAML groups and what each offers."""
@@ -98,6 +100,13 @@ def _value_problem(key: str, value: Any, text: str, config: DictConfig) -> str |
     except OmegaConfBaseException as error:
         return f"{text}: {explain(error)}"
     return None
+
+
+def with_prompts(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every prompt=TEXT, whatever it holds, together as generate.prompts=[...]."""
+    prompts = [quoted(word.removeprefix(PROMPT)) for word in arguments if word.startswith(PROMPT)]
+    rest = [word for word in arguments if not word.startswith(PROMPT)]
+    return [*rest, f"generate.prompts=[{','.join(prompts)}]"] if prompts else rest
 
 
 def quoted(text: str) -> str:

@@ -34,8 +34,9 @@ FORMATS = {  # as config.json and safetensors name them
 OF_MODEL = ("tokenizer", "sequence_length", "mask_documents", "chat_template")  # knobs of data that weights go with
 LONGEST = 1024  # tokens of a sequence for weights that no run of ours says it of: the Megatron paper's
 # A group or a knob on the command line, and the first words of what the source then does not say.
+ADAPTER = "lora.initialize_from="
 CHOSEN = {
-    "model=": ("model",), "lora=": ("lora.",), "precision=": ("precision.",), "lora.initialize_from=": ("lora.",),
+    "model=": ("model",), "lora=": ("lora.",), "precision=": ("precision.",), ADAPTER: ("lora.",),
     "data=": tuple(f"data.{field.name}=" for field in fields(DataConfig) if field.name not in OF_MODEL),
 }  # fmt: skip
 
@@ -84,7 +85,23 @@ def with_source(arguments: Sequence[str], *, device: Callable[[], str]) -> list[
         raise ConfigError([f"initialize_from={value}: {line}" for line in str(error).splitlines()]) from None
     chosen = (starts for word, starts in CHOSEN.items() if any(text.startswith(word) for text in arguments))
     aside = tuple(start for starts in chosen for start in starts)
-    return [text for text in found if not text.startswith(aside)] + list(arguments)
+    said = [text for text in found if not text.startswith(aside)]
+    adapters = [text.removeprefix(ADAPTER).strip("'\"") for text in arguments if text.startswith(ADAPTER)]
+    return said + (_adapter_overrides(adapters[-1]) if adapters else []) + list(arguments)
+
+
+def _adapter_overrides(given: str) -> list[str]:
+    """Shape and strength of the adapters in a folder of PEFT's, or of a checkpoint. Raises ConfigError."""
+    folder = Path(given).expanduser().absolute()
+    folder = folder / WEIGHTS if (folder / WEIGHTS).is_dir() else folder
+    try:
+        about = json.loads((folder / ADAPTER_CONFIG).read_text())
+        targets = about["target_modules"]
+        knobs = {"rank": about["r"], "alpha": about["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError([f"{ADAPTER}{given} is no PEFT adapter ({error!r})"]) from None
+    knobs["target_modules"] = [targets] if isinstance(targets, str) else targets
+    return [f"lora.{key}={_typed(value)}" for key, value in knobs.items()]
 
 
 def _overrides(path: Path, device: Callable[[], str]) -> list[str]:

@@ -62,7 +62,7 @@ def find_weights(config: Config) -> WeightSource:
     adapter = adapter_folder(config)
     weights = path / WEIGHTS if (path / WEIGHTS).is_dir() else path
     if manifest.get("base") is not None:
-        adapter, weights = weights, base_of(path)
+        adapter, weights = adapter or weights, base_of(path)
     require_model(weights, config.model, said=said)
     saved = from_plain(manifest["config"]) if manifest and "origin" not in manifest else None
     return WeightSource(path, weights, adapter, saved)

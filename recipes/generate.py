@@ -17,13 +17,11 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.cli import main
-from conf.overrides import quoted
 from conf.schema import Config
 from parallel.plan import ParallelPlan
 
@@ -75,15 +73,7 @@ def say(first: bool, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def words_of(arguments: Sequence[str]) -> list[str]:
-    """prompt="..." as the knob's own grammar has it, quoted; all of them together."""
-    prompts = [quoted(word.removeprefix("prompt=")) for word in arguments if word.startswith("prompt=")]
-    rest = [word for word in arguments if not word.startswith("prompt=")]
-    return [*rest, f"generate.prompts=[{','.join(prompts)}]"] if prompts else rest
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = words_of(sys.argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows another
     main(run, trains=False)

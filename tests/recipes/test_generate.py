@@ -18,6 +18,7 @@ from conf.weight_sources import with_source
 from corpus.tokenizer_folder import byte_tokenizer
 from engine.answers import Job, open_job
 from engine.checkpoint_folder import write_manifest
+from engine.weights_import import import_weights
 from recipes import generate
 from tests.engine.inferences import saved
 from tests.engine.launched import ROOT
@@ -44,7 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def composed(*words: str) -> Config:
-    return compose_config(with_source(generate.words_of(words), device=lambda: "cpu"))
+    return compose_config(with_source(words, device=lambda: "cpu"))
 
 
 def job_of(*words: str) -> Job:
@@ -56,7 +57,7 @@ def called(monkeypatch, capsys):
     """(exit code, stderr) of the recipe, refused before torch.distributed starts."""
 
     def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *generate.words_of(words)])
+        monkeypatch.setattr(sys, "argv", ["generate.py", *words])
         with pytest.raises(SystemExit) as end:
             main(generate.run, trains=False)
         found = capsys.readouterr()
@@ -94,6 +95,10 @@ BAD = {
         "generate.output=/no/out.jsonl: there is no fold",
     ),
     "tokenizer": (["FOLDER", "prompt=x", "data.tokenizer=/no/tokenizer"], "data.tokenizer=/no/tokenizer"),
+    "adapter": (
+        ["FOLDER", "prompt=x", "lora.initialize_from=/no/adapter"],
+        "lora.initialize_from=/no/adapter is no PEFT",
+    ),
     "fp16": (["FOLDER", "prompt=x", "precision=fp16"], "precision.dtype=fp16 is not supported on CPU"),
 }
 
@@ -114,6 +119,21 @@ def test_every_prompt_that_cannot_be_is_named_by_its_place(called, folder, tmp_p
         f"error: {tmp_path / 'asked.jsonl'}:3: it has 99 tokens, and model.max_position_embeddings=64 leaves no room "
         "for more; use at most 63",
     ]
+
+
+def test_a_file_of_text_is_a_prompt_a_line_and_ids_that_the_model_lacks_are_named(folder, tmp_path):
+    (tmp_path / "asked.txt").write_text("\ufeffone\r\n\n  \ntwo, 'three'\n", encoding="utf-8")
+    words = ["prompt=zero", f"generate.prompts_file={tmp_path / 'asked.txt'}"]
+    assert [prompt.given for prompt in job_of(f"initialize_from={folder}", *words).prompts] == [
+        "zero", "one", "two, 'three'"
+    ]  # fmt: skip
+    small = saved("llama gqa", tmp_path / "small")
+    with pytest.raises(ValueError) as caught:
+        job_of(f"initialize_from={small}", "data.tokenizer=byte", "prompt=!", "prompt=a")
+    assert str(caught.value) == (
+        "generate.prompts.1: token 97 of data.tokenizer=byte is none of model.vocab_size=61; use the tokenizer of "
+        "these weights"
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,6 +181,19 @@ def test_model_format_and_tokenizer_are_the_sources_unless_the_command_line_says
         (tmp_path / dtype).mkdir()
         (tmp_path / dtype / "config.json").write_text(json.dumps(about | {"dtype": dtype}))
         assert composed(f"initialize_from={tmp_path / dtype}").precision.dtype is wanted
+
+
+def test_an_imported_folder_and_adapters_beside_it_say_what_they_are(folder, tmp_path):
+    import_weights(folder, tmp_path / "imported", ignored=(), say=str)
+    config = composed(f"initialize_from={tmp_path / 'imported'}")
+    assert (config.model.family.value, config.model.vocab_size, config.precision.dtype) == ("qwen2", 265, DType.fp32)
+    assert config.data.tokenizer == str(tmp_path / "imported" / "weights")
+    assert job_of(f"initialize_from={tmp_path / 'imported'}", "prompt=hi").prompts[0].ids == (104, 105)
+    about = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    config = composed(f"initialize_from={folder}", f"lora.initialize_from={tmp_path}")
+    assert (config.lora.rank, config.lora.alpha, config.lora.target_modules) == (3, 5.0, ["q_proj", "down_proj"])
+    assert composed(f"initialize_from={folder}", f"lora.initialize_from={tmp_path}", "lora.rank=9").lora.rank == 9
 
 
 def test_a_run_is_its_newest_checkpoint_with_what_it_was_trained_with(tmp_path):
