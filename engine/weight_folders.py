@@ -16,7 +16,8 @@ from torch import Tensor
 from conf.schema import ModelConfig
 from engine.safetensors_files import DTYPES, INDEX, NAMES, Spec, TensorFolder
 from model.huggingface import whole_shapes
-from model.huggingface_names import embedding_name, head_name, names_in_folder, tensor_differences
+from model.huggingface_names import copies_in_folder, names_in_folder, tensor_differences
+from parallel.architecture import architecture
 
 OLD = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -74,24 +75,33 @@ def problems_of(weights: Weights, model: ModelConfig) -> list[str]:
     """
     problems = tensor_differences(weights.places, model)
     called, _ = names_in_folder(weights.places, model)
+    copies = copies_in_folder(model)
     shapes = whole_shapes(model)
     for ours, theirs in called.items():
-        wanted, found = shapes.get(ours, shapes[embedding_name(model)]), weights.spec(theirs).shape
+        wanted, found = shapes[copies.get(ours, ours)], weights.spec(theirs).shape
         if wanted != found:
             problems.append(f"{theirs} is {list(found)}, the model needs {list(wanted)}")
-    if model.tie_word_embeddings and head_name(model) in called and not problems:
-        head, table = called[head_name(model)], called[embedding_name(model)]
-        if not torch.equal(weights.read(head), weights.read(table)):
-            problems.append(
-                f"the head is tied to the embedding, but {head} is not {table}; set tie_word_embeddings to false in "
-                "config.json to keep both"
-            )
+    if not problems:
+        problems += [
+            _not_tied(called[copy], called[name], model)
+            for copy, name in copies.items()
+            if copy in called and not torch.equal(weights.read(called[copy]), weights.read(called[name]))
+        ]
     return problems
+
+
+def _not_tied(copy: str, name: str, model: ModelConfig) -> str:
+    if architecture(model).head_transform:
+        return f"the head is tied, but {copy} is not {name}; model.family={model.family.value} has one of them"
+    return (
+        f"the head is tied to the embedding, but {copy} is not {name}; set tie_word_embeddings to false in config.json "
+        "to keep both"
+    )
 
 
 def called_there(weights: Weights, model: ModelConfig) -> dict[str, str]:
     """transformers' name -> the folder's, of every tensor that counts; a tied head does not."""
     called, _ = names_in_folder(weights.places, model)
-    if model.tie_word_embeddings:
-        called.pop(head_name(model), None)
+    for copy in copies_in_folder(model):
+        called.pop(copy, None)
     return called
