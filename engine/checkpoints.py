@@ -55,6 +55,7 @@ from engine.safetensors_files import INDEX
 from engine.session import Session, announce
 from engine.step import Trainer
 from engine.storage import BoxWriter, Checksum, StoredTensors, head_digest
+from engine.tied_copies import require_equal_copies
 from model.adapters import peft_config, trained_tensors
 from telemetry.redact import redacted
 from telemetry.run_folder import git_commit, utc_now, write_json
@@ -126,10 +127,14 @@ class Checkpoints:
         return self.settings.interval > 0 and (last or step % self.settings.interval == 0)
 
     def save(self, progress: Progress, *, wait: bool = False) -> list[SaveReport]:
-        """Save now; returns the saves that ended meanwhile. `wait`: return when it is on disk."""
+        """Save now; returns the saves that ended meanwhile. `wait`: return when it is on disk.
+
+        Raises StopRun where the copies of a tied table differ.
+        """
         reports = self.finish()
         last_state.now("save")
         start = time.perf_counter()
+        require_equal_copies(self.trainer, self.session.groups)
         pieces = pieces_to_save(self.trainer, self.places, self.session.groups)
         size = sum(tensor.nbytes for one in pieces.values() for tensor in one.tensors.values())
         partial = partial_path(self.folder, progress.step)

@@ -56,6 +56,24 @@ def test_transformers_opens_the_weights(family: Family, tied: bool, changes: dic
     assert shapes["weights"] == {name: shape for name, shape in expected.items() if not (tied and "lm_head" in name)}
 
 
+def test_nothing_is_saved_of_a_tied_table_whose_copies_differ(tmp_path: Path) -> None:
+    """Case D6: two stages hold it, a checkpoint would hold the first one's."""
+    for message in run_ranks(2, _diverge, tiny_config(tied=True, parallel__pp=2), tmp_path):
+        assert "word_embeddings.weight is not the same on rank 0 and rank 1" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def _diverge(config: Config, folder: Path) -> str:
+    checkpoints, parts = open_checkpoints(config, folder)
+    one_step(*parts, config, 1)
+    checkpoints.save(progress_at(config, 1), wait=True)
+    for weight, _ in parts[0].module.get_tied_weights_and_groups() if dist.get_rank() == 1 else ():
+        weight.data[7, 3] += 1e-6
+    with pytest.raises(StopRun) as caught:
+        checkpoints.save(progress_at(config, 2), wait=True)
+    return str(caught.value)
+
+
 def test_the_manifest_says_what_it_is(tmp_path: Path) -> None:
     config = tiny_config(parallel__tp=2, zero__stage=1)
     run_ranks(2, train_and_save, config, tmp_path, 3)
