@@ -42,7 +42,7 @@ class PickledFolder:
         except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
             raise ValueError(
                 f"{file} cannot be read ({str(error).splitlines()[0]}); save it again with transformers: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+                "AutoModel...from_pretrained(FOLDER).save_pretrained(OUT)"
             ) from None
         for name, tensor in self.places.items():
             if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
@@ -62,7 +62,7 @@ def open_weights(folder: Path) -> Weights:
     if (folder / OLD[1]).exists():
         raise ValueError(
             f"{folder} has its weights in several pytorch_model-*.bin; save them again with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+            "AutoModel...from_pretrained(FOLDER).save_pretrained(OUT)"
         )
     if (folder / OLD[0]).exists():
         return PickledFolder(folder / OLD[0])
