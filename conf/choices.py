@@ -12,6 +12,15 @@ class Family(str, Enum):
     qwen2 = "qwen2"
     qwen3 = "qwen3"
     gpt_neox = "gpt_neox"
+    bert = "bert"
+    megatron_bert = "megatron_bert"
+
+
+class Objective(str, Enum):
+    """What is learnt: the next token (causal), or tokens that were masked."""
+
+    clm = "clm"
+    mlm = "mlm"
 
 
 class Activation(str, Enum):

@@ -50,7 +50,7 @@ RANGES: dict[Range, str] = {
     POSITIVE: """
         model.vocab_size model.hidden_size model.num_layers model.num_attention_heads model.num_key_value_heads
         model.head_dim model.ffn_hidden_size model.max_position_embeddings model.norm_epsilon model.rope_theta
-        model.init_std model.make_vocab_size_divisible_by model.sliding_window
+        model.init_std model.make_vocab_size_divisible_by model.sliding_window model.type_vocab_size
         parallel.tp parallel.pp parallel.version parallel.recompute_interval
         zero.bucket_size precision.loss_scale_window precision.min_loss_scale
         data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Where a tokenizer.json names no end of document, the first of these that it holds is taken.
-END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 LONGEST_RUN = 1000  # characters of a run of one kind that a BPE is trained on
 KINDS = (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")  # letters, digits, spaces, marks
 LONG_RUN = re.compile("|".join(f"({kind}{{{LONGEST_RUN}}}){kind}+" for kind in KINDS))

@@ -18,7 +18,8 @@ from conf.huggingface_config import model_differences
 from conf.schema import ModelConfig
 from engine.safetensors_files import DTYPES, INDEX, NAMES, Spec, TensorFolder
 from model.huggingface import whole_shapes
-from model.huggingface_names import embedding_name, head_name, names_in_folder, tensor_differences
+from model.huggingface_names import copies_in_folder, names_in_folder, tensor_differences
+from parallel.architecture import architecture
 
 OLD = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -43,7 +44,7 @@ class PickledFolder:
         except (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueError) as error:
             raise ValueError(
                 f"{file} cannot be read ({str(error).splitlines()[0]}); save it again with transformers: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+                "AutoModel...from_pretrained(FOLDER).save_pretrained(OUT)"
             ) from None
         for name, tensor in self.places.items():
             if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
@@ -63,7 +64,7 @@ def open_weights(folder: Path) -> Weights:
     if (folder / OLD[1]).exists():
         raise ValueError(
             f"{folder} has its weights in several pytorch_model-*.bin; save them again with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)"
+            "AutoModel...from_pretrained(FOLDER).save_pretrained(OUT)"
         )
     if (folder / OLD[0]).exists():
         return PickledFolder(folder / OLD[0])
@@ -94,24 +95,33 @@ def problems_of(weights: Weights, model: ModelConfig) -> list[str]:
     """
     problems = tensor_differences(weights.places, model)
     called, _ = names_in_folder(weights.places, model)
+    copies = copies_in_folder(model)
     shapes = whole_shapes(model)
     for ours, theirs in called.items():
-        wanted, found = shapes.get(ours, shapes[embedding_name(model)]), weights.spec(theirs).shape
+        wanted, found = shapes[copies.get(ours, ours)], weights.spec(theirs).shape
         if wanted != found:
             problems.append(f"{theirs} is {list(found)}, the model needs {list(wanted)}")
-    if model.tie_word_embeddings and head_name(model) in called and not problems:
-        head, table = called[head_name(model)], called[embedding_name(model)]
-        if not torch.equal(weights.read(head), weights.read(table)):
-            problems.append(
-                f"the head is tied to the embedding, but {head} is not {table}; set tie_word_embeddings to false in "
-                "config.json to keep both"
-            )
+    if not problems:
+        problems += [
+            _not_tied(called[copy], called[name], model)
+            for copy, name in copies.items()
+            if copy in called and not torch.equal(weights.read(called[copy]), weights.read(called[name]))
+        ]
     return problems
+
+
+def _not_tied(copy: str, name: str, model: ModelConfig) -> str:
+    if architecture(model).head_transform:
+        return f"the head is tied, but {copy} is not {name}; model.family={model.family.value} has one of them"
+    return (
+        f"the head is tied to the embedding, but {copy} is not {name}; set tie_word_embeddings to false in config.json "
+        "to keep both"
+    )
 
 
 def called_there(weights: Weights, model: ModelConfig) -> dict[str, str]:
     """transformers' name -> the folder's, of every tensor that counts; a tied head does not."""
     called, _ = names_in_folder(weights.places, model)
-    if model.tie_word_embeddings:
-        called.pop(head_name(model), None)
+    for copy in copies_in_folder(model):
+        called.pop(copy, None)
     return called
