@@ -30,8 +30,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from conf import overrides
+from conf import interrupts, overrides
 from conf.help import page
+from conf.interrupts import EXIT_INTERRUPTED
 from conf.knobs import CONF, options
 from conf.load import ConfigError, range_problems, typed
 from conf.model_folders import expanded
@@ -45,11 +46,7 @@ from parallel.plan import ParallelPlan
 
 Entry = Callable[[Config, ParallelPlan], int | None]
 EXIT_CONFIG = 2
-EXIT_INTERRUPTED = 130
-NO_SOURCE = (
-    "initialize_from has no value; name the weights: a run, a checkpoint step-N, an imported folder, or a folder of "
-    "transformers"
-)
+NO_SOURCE = "initialize_from has no value; name the weights: a run, a checkpoint, an imported folder, or transformers'"
 
 
 def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None, trains: bool = True) -> None:
@@ -95,6 +92,7 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
 
 
 def _run(task: Callable[[Config, int], int], expand: Callable[[Sequence[str]], list[str]]) -> NoReturn:
+    interrupts.as_usual()
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
@@ -102,6 +100,7 @@ def _run(task: Callable[[Config, int], int], expand: Callable[[Sequence[str]], l
     except ConfigError as error:
         code = refuse(error.problems)
     except KeyboardInterrupt:
+        interrupts.tell()
         code = EXIT_INTERRUPTED
     except BrokenPipeError:  # whoever read our output has what it wanted (| head)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,7 +139,24 @@ def world() -> tuple[int, int]:
 
 
 def _refuse_many_alone() -> None:
-    """srun and mpirun say their tasks in words of their own: each would train the whole run alone."""
+    """srun and mpirun say their tasks in words of their own: each would train the whole run alone, or, where each is a
+    launcher, start all ranks of it. A task that is a rank itself has the same number as one.
+    """
+    given = os.environ
+    several = {
+        "srun": int(given.get("SLURM_STEP_NUM_TASKS", "1")) > int(given.get("SLURM_STEP_NUM_NODES", "1")),
+        "mpirun": given.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1") != "1",
+    }
+    for launcher, rank, size in (
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ):
+        mine, theirs = (given.get("RANK"), given.get("WORLD_SIZE")), (given.get(rank), given.get(size))
+        if several[launcher] and None not in mine and mine != theirs:
+            raise ConfigError([
+                f"{launcher} started {theirs[1]} tasks, several on a host, and each started ranks of its own; start "
+                "one launcher a host, or launch/slurm.sbatch, which takes either"
+            ])  # fmt: skip
     for name, launcher in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
         if os.environ.get(name, "1") != "1" and "RANK" not in os.environ:
             raise ConfigError([

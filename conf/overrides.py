@@ -7,6 +7,7 @@ Hydra's grammar and types stay the judge; what is added is that no key may appea
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ from conf.knobs import did_you_mean, is_known, knobs, names
 from conf.schema import Config
 
 PROMPT = "prompt="  # recipes/generate.py: a text as it is typed, which Hydra's grammar would read
+# In the words of its lexer and parser: a sign that only quoted text may hold.
+UNQUOTED = ("token recognition error", "mismatched input '='")
+# Of a list or dict: quoted text (1); else an entry, with its key (2), its text (3) and the blanks behind (4).
+ENTRY = re.compile(r"""("[^"]*"|'[^']*')|(\s*(?:\w+:\s)?\s*)([^\[\]{},'"]*?)(\s*)(?=[\[\]{},'"]|$)""")
+PLAIN = re.compile(r"[\w ./:@%+*$?|\\-]*", re.ASCII)
 
 
 def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) -> list[str]:
@@ -33,14 +39,51 @@ def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) 
             override = parser.parse_override(text)
         except HydraException as error:
             reason = [line for line in str(error).splitlines() if line and not line.startswith("See ")][-1].strip()
-            if "=" not in text:
-                reason = "it has no value"
-            lines.append(f"cannot read {text!r}: {reason}; write key=value (quote brackets and spaces for the shell)")
+            lines.append(_unreadable(text, reason, parser, options, defaults))
             continue
         line = _problem(override, text, options, defaults)
         if line is not None:
             lines.append(line)
     return lines
+
+
+def _unreadable(
+    text: str, reason: str, parser: OverridesParser, options: Mapping[str, Sequence[str]], defaults: DictConfig
+) -> str:
+    """What to write in place of an override that Hydra's grammar does not take."""
+    if "=" not in text:
+        reason = "it has no value"
+    advice = "write key=value (quote brackets and spaces for the shell)"
+    if any(sign in reason for sign in UNQUOTED):
+        quoted = in_quotes(text)
+        try:
+            problem = _problem(parser.parse_override(quoted), quoted, options, defaults)
+        except HydraException:
+            problem = None
+        else:
+            if problem is not None:  # quotes would not help
+                return problem
+            advice = "put such text in quotes"
+            advice += f": {shlex.quote(quoted)}" if quoted.isprintable() else ', key="value"'
+    return f"cannot read {text!r}: {reason}; {advice}"
+
+
+def in_quotes(text: str) -> str:
+    """The override with quotes around its value, or around each plain text in its lists and dicts."""
+    key, _, value = text.partition("=")
+    if value.lstrip().startswith(("[", "{")):
+        return f"{key}={ENTRY.sub(_entry_in_quotes, value)}"
+    return f"{key}={_quoted(value)}"
+
+
+def _entry_in_quotes(match: re.Match[str]) -> str:
+    return match[0] if match[1] or PLAIN.fullmatch(match[3]) else f"{match[2]}{_quoted(match[3])}{match[4]}"
+
+
+def _quoted(value: str) -> str:
+    """In Hydra's grammar a backslash is one but before a quote."""
+    inner = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + (match[2] and f"\\{match[2]}"), value)
+    return f'"{inner}"'
 
 
 def opened(overrides: Sequence[str]) -> list[str]:

@@ -12,6 +12,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.cli import compose_config, parse_flags, without_launcher_arguments
 from conf.load import ConfigError, range_problems
 from conf.schema import Config

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from corpus.batches import IGNORED
-from corpus.dataset import Dataset, Sample, window
+from corpus.dataset import Dataset, Inputs, window
 from corpus.token_file import TokenStream
 
 
 @dataclass(frozen=True)
 class Row:
-    """tokens int64 [N] are read; labels int64 [N]: the token after each, -100 where it does not count; positions int64
-    [N], 0 where a document starts, None: one document from 0."""
+    """tokens int64 [N] are read; labels int64 [N]: the token after each, or the one masked there, -100 where it does
+    not count; positions int64 [N], 0 where a document starts, None: one document from 0."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -52,11 +52,8 @@ def stream_rows(stream: TokenStream, *, sequence_length: int, mask_documents: bo
         yield _row(window(stream, start, size, mask_documents=mask_documents))
 
 
-def _row(sample: Sample) -> Row:
-    labels = sample.tokens[1:].copy()
-    if sample.loss_mask is not None:
-        labels[~sample.loss_mask] = IGNORED
-    return Row(sample.tokens[:-1], labels, sample.positions)
+def _row(sample: Inputs) -> Row:
+    return Row(sample.inputs, sample.labels, sample.positions)
 
 
 def overlapping_rows(tokens: np.ndarray, *, sequence_length: int, stride: int, limit: int | None) -> Iterator[Row]:

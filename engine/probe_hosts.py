@@ -3,8 +3,9 @@
     python -m engine.probe_hosts '{"hosts": [2, 2], "dtype": "fp32"}'      a rank of 4; the first prints JSON
 
 Matrix rates: every rank multiplies at once. Link rates: hosts in disjoint pairs, first one way and then back, every
-device of a host with its like of the other's. Rates that differ by more than DIFFERS are measured again, and the best
-count, as a disturbance passes and a fault does not. Not here: laws to plan with (probe.py), and verdicts (launch/).
+device of a host with its like of the other's, and of SAMPLES messages in a row the fastest counts. Rates that differ by
+more than DIFFERS are measured again a while later, and the best count, as a disturbance passes and a fault does not.
+Not here: laws to plan with (probe.py), and verdicts (launch/).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,13 +26,14 @@ from engine.distributed import gather, start, stop
 from engine.session import DTYPES
 
 DIFFERS = 0.2  # share by which the slowest may lack of the fastest before all is measured again
-ATTEMPTS = 3
+ATTEMPTS, PAUSE_S = 4, 1.0
 PARTNERS = 3  # hosts that each is paired with: of three, one may be slow itself
 MULTIPLY_S = 1.0
 SIDE = {"cpu": 256, "cuda": 8192}  # of a product: on CPUs without bf16 instructions a larger one takes seconds
-FIRST_BYTES = 64 << 10  # tells how much can be sent in TRANSFER_S
+SAMPLES = 5
+FIRST_BYTES = 256 << 10  # tells how much can be sent in TRANSFER_S
 LARGEST = {"cpu": 64 << 20, "cuda": 512 << 20}
-TRANSFER_S = 0.3
+TRANSFER_S = 0.3  # of all samples together
 START_S = 30.0
 
 
@@ -62,7 +65,8 @@ def differ(rates: Sequence[float]) -> bool:
 def matrix_rates(device: Device, dtype: torch.dtype) -> list[float]:
     """FLOP/s of every rank; called on all alike."""
     best: list[float] = []
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
+        time.sleep(PAUSE_S * (attempt > 0))
         dist.barrier()
         now = gather(matrix_rate(device, dtype))
         best = now if not best else list(map(max, best, now))
@@ -87,7 +91,8 @@ def link_rates(hosts: Sequence[int], device: Device) -> list[Transfer]:
     """hosts: ranks of each. Called on all ranks alike; those without a like on another host stand by."""
     best: dict[tuple[int, int], float] = {}
     wide = min(hosts)
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
+        time.sleep(PAUSE_S * (attempt > 0))
         for pairs in pairings(len(hosts), most=PARTNERS):
             for one_way in (pairs, [pair[::-1] for pair in pairs]):
                 dist.barrier()
@@ -116,25 +121,37 @@ def _transfer(
 
 def _send(to: int, device: Device) -> None:
     size = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
-    dist.send(_bytes(FIRST_BYTES, device), to)  # opens the connection
-    dist.send(_bytes(FIRST_BYTES, device), to)
+    dist.send(size, to)  # opens the connection
+    _serve(FIRST_BYTES, to, device)
     dist.recv(size, to)
-    dist.send(_bytes(int(size), device), to)
+    _serve(int(size), to, device)
+
+
+def _serve(size: int, to: int, device: Device) -> None:
+    call, message = _bytes(1, device), _bytes(size, device)
+    for _ in range(SAMPLES):
+        dist.recv(call, to)
+        dist.send(message, to)
     device.synchronize()
 
 
 def _receive(sender: int, device: Device) -> float:
-    dist.recv(_bytes(FIRST_BYTES, device), sender)
-    first = _timed(FIRST_BYTES, sender, device)
-    size = int(min(LARGEST[device.kind], max(FIRST_BYTES, FIRST_BYTES / first * TRANSFER_S)))
+    dist.recv(torch.zeros(1, dtype=torch.int64, device=device.torch_device), sender)
+    first = FIRST_BYTES / _fastest(FIRST_BYTES, sender, device)
+    size = int(min(LARGEST[device.kind], max(FIRST_BYTES, first * TRANSFER_S / SAMPLES)))
     dist.send(torch.tensor([size], device=device.torch_device), sender)
-    return size / _timed(size, sender, device)
+    return size / _fastest(size, sender, device)
 
 
-def _timed(size: int, sender: int, device: Device) -> float:
-    message, began = _bytes(size, device), device.now()
-    dist.recv(message, sender)
-    return device.now() - began
+def _fastest(size: int, sender: int, device: Device) -> float:
+    """Seconds of one of SAMPLES messages, each called for, as one that is sent ahead would take no time."""
+    call, message, took = _bytes(1, device), _bytes(size, device), []
+    for _ in range(SAMPLES):
+        began = device.now()
+        dist.send(call, sender)
+        dist.recv(message, sender)
+        took.append(device.now() - began)
+    return min(took)
 
 
 def _bytes(size: int, device: Device) -> torch.Tensor:

@@ -74,10 +74,21 @@ def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[An
 
 def refuse_twice(machines: Mapping[str, str]) -> None:
     """ConfigError where two of the hosts are one. machines: what tells one from another, by host."""
-    seen: dict[str, str] = {}
+    problems = [f"host {host}: {problem}" for host, problem in named_twice(machines).items()]
+    if problems:
+        raise ConfigError(problems)
+
+
+def named_twice(machines: Mapping[str, str]) -> dict[str, str]:
+    """The hosts that another one before them is too: what is wrong with each, and what to do."""
+    first: dict[str, str] = {}
     for host, one in machines.items():
-        if seen.setdefault(one, host) != host:
-            raise ConfigError([f"host {host}: it is {seen[one]} under another name; give all its slots in one line"])
+        first.setdefault(one, host)
+    return {
+        host: f"it is {first[one]} under another name; give all its slots in one line"
+        for host, one in machines.items()
+        if first[one] != host
+    }
 
 
 def check_address(address: str, interfaces: Mapping[str, Sequence[str]], host: str) -> None:

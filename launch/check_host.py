@@ -39,6 +39,7 @@ TOKEN = ".preflight-{id}-{node}"
 
 def facts(order: dict[str, Any]) -> dict[str, Any]:
     from launch.check_gpus import gpus
+    from launch.machine import MEMORY, machine
 
     found, problem = gpus()
     return {
@@ -47,7 +48,8 @@ def facts(order: dict[str, Any]) -> dict[str, Any]:
         "code": _code(Path(order["recipe"])),
         "cores": len(os.sched_getaffinity(0)),
         "memory": _available_memory(),
-        "shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        "shm": shutil.disk_usage(MEMORY).free if os.path.isdir(MEMORY) else 0,
+        "machine": machine(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "gpus": found,
         "gpu_problem": problem,

@@ -48,9 +48,13 @@ shift
 source "$root/launch/python.sh"
 find_bin launch/local.sh
 
-ask() { # a module of this repository, by name
-    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$bin/python" "$@"
+ask() { # a module of this repository, by name. Ctrl-C is answered by this script alone, when it has ended
+    (
+        trap '' INT
+        PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$bin/python" "$@"
+    )
 }
+trap 'echo "launch/local.sh: interrupted" >&2; exit 130' INT
 
 added=()
 resume=""
@@ -107,17 +111,20 @@ end_ranks() { # ask the group to end with signal $1, insist after ten seconds
 }
 
 # shellcheck disable=SC2329 # called by on_signal
-ask_ranks() { # let the ranks finish their step and save; DeepSpeed's launcher would end them after a while instead
+ask_ranks() { # let the ranks finish their step and save; DeepSpeed's launcher would end them instead. 1: there is none yet
     ask - "$group" <<'PY'
 import os, psutil, signal, sys
+asked = 0
 for process in psutil.process_iter(["cmdline"]):
     try:
         if os.getpgid(process.pid) == int(sys.argv[1]) and any(
             word.startswith("--local_rank=") for word in process.info["cmdline"] or ()
         ):
             process.send_signal(signal.SIGUSR1)
+            asked += 1
     except (ProcessLookupError, psutil.NoSuchProcess):
         pass
+sys.exit(not asked)
 PY
 }
 
@@ -125,25 +132,33 @@ asked=""
 group=""
 # shellcheck disable=SC2329 # called by trap
 on_signal() { # $1: the signal, $2: the exit code when it comes a second time
-    if [[ -z $asked && -n $group ]]; then
+    if [[ -z $asked ]]; then
         asked=$1
         stop_code=$2
-        ask_ranks
-        return 0
+        [[ -z $group ]] || ! ask_ranks || return 0
+        echo "launch/local.sh: ended while no rank runs" >&2
+        set -- TERM "$2" # which DeepSpeed's launcher takes without a word
     fi
     trap '' INT TERM USR1
     if [[ -n $group ]]; then
-        ask_ranks # the second time means: at once
+        ask_ranks || true # the second time means: at once
         end_ranks "$1"
     fi
     rm -f "$marker"
     exit "$2"
 }
 
+listen() {
+    trap 'on_signal INT 130' INT
+    trap 'on_signal TERM 143' TERM
+    trap 'on_signal TERM 143' USR1
+}
+
 marker=$(mktemp)
 LAUNCH_ID=$(basename "$marker")
 export LAUNCH_MARKER=$marker LAUNCH_ID # by which its run is found again
 attempt=0
+listen
 while true; do
     port=$(free_port)
     command=("$bin/deepspeed" --quiet "${where[@]}" --master_addr 127.0.0.1 --master_port "$port" "$recipe" "$@" "${added[@]}")
@@ -152,9 +167,6 @@ while true; do
     rm -f "$marker"
     [[ ${DRY_RUN:-0} != 1 ]] || exit 0
 
-    trap 'on_signal INT 130' INT
-    trap 'on_signal TERM 143' TERM
-    trap 'on_signal TERM 143' USR1
     # Job control gives the launcher and all its ranks one process group of their own, so that they end together.
     set -m
     "${command[@]}" </dev/null &
@@ -168,6 +180,8 @@ while true; do
     done
     trap '' INT TERM USR1
     end_ranks TERM # ranks whose launcher was killed
+    group=""
+    listen
     if [[ $code -eq 0 && ! -e $marker ]]; then
         echo "launch/local.sh: the launcher ended but rank 0 did not finish: some process was killed" >&2
         code=1

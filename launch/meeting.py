@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -111,14 +112,14 @@ def _send(link: socket.socket, what: Mapping[str, Any]) -> bool:
         return False
 
 
-def gather(hosts: Sequence[str], *, port: int, words: str, seconds: float) -> Met:
-    """The first host's side: wait for all others. words: what every host was told, in short.
-
-    Raises AbsentError, and ConfigError for a host that was told something else.
+def gather(hosts: Sequence[str], *, address: str, port: int, words: str, seconds: float) -> Met:
+    """The first host's side: wait for all others. address: where they look for it. words: what every host was told,
+    in short. Raises AbsentError, and ConfigError for a host that was told something else, or that it is the first too.
     """
     links: dict[int, socket.socket] = {}
     refused: list[str] = []
-    changed = threading.Lock()
+    changed, over = threading.Lock(), threading.Event()
+    mine = {"node": 0, "words": words, "name": socket.gethostname(), "token": secrets.token_hex(8)}
 
     def greet(link: socket.socket) -> None:
         try:
@@ -129,10 +130,16 @@ def gather(hosts: Sequence[str], *, port: int, words: str, seconds: float) -> Me
         except (OSError, ValueError, KeyError, TypeError):
             link.close()  # a stranger
             return
+        if node == 0 and hello.get("token") == mine["token"]:
+            link.close()  # it is us: see look_for_another
+            return
         with changed:
             old = links.get(node)
             problem = None
-            if not 0 < node < len(hosts):
+            if node == 0:
+                both = f"hosts {mine['name']} and {hello.get('name')} both say they are node 0 ({hosts[0]})"
+                problem = f"{both}; give each its own --node_rank, 0 to {len(hosts) - 1}"
+            elif not 0 < node < len(hosts):
                 problem = (
                     f"{hello.get('name')} says it is node {node}; beside {hosts[0]} there are 1 to {len(hosts) - 1}"
                 )
@@ -152,15 +159,31 @@ def gather(hosts: Sequence[str], *, port: int, words: str, seconds: float) -> Me
                 del links[node]  # it left again
             return bool(refused) or len(links) == len(hosts) - 1
 
+    def look_for_another() -> None:
+        """Where the others look for the first host: this one answers there, or another that is told to be the first."""
+        while not over.wait(0.5):
+            try:
+                with socket.create_connection((address, port), timeout=HELLO_S) as link:
+                    _send(link, mine)
+                    line = _line(link)
+            except OSError:
+                continue
+            if line:
+                with changed:
+                    refused.append(str(json.loads(line).get("refused")))
+            return
+
     end = time.monotonic() + seconds
     with listening(port) as server:
         server.settimeout(0.2)
+        threading.Thread(target=look_for_another, daemon=True).start()
         while not complete() and time.monotonic() < end:
             try:
                 link, _ = server.accept()
             except TimeoutError:
                 continue
             threading.Thread(target=greet, args=(link,), daemon=True).start()
+        over.set()
     with changed:
         if refused:
             for link in links.values():
@@ -208,7 +231,9 @@ def join(hosts: Sequence[str], node: int, *, address: str, port: int, words: str
         except OSError as caught:  # its name may not be known yet either
             error = caught
         if time.monotonic() > end:
-            raise AbsentError(f"{where} did not answer within {seconds:g} s: {error}")
+            raise AbsentError(
+                f"{where} did not answer within {seconds:g} s: {error}; start it there too, as --node_rank 0"
+            )
         time.sleep(0.5)
     said = json.loads(line)
     if "refused" in said:

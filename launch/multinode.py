@@ -23,7 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conf import hostfile
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
+from conf import hostfile, interrupts
 from conf.load import ConfigError
 from launch import environment, openmpi, restarts, watch
 from launch.ask import Asked, ask_hosts, who_answers
@@ -188,6 +193,7 @@ def preflight(request: Request) -> int:
 
 
 def main() -> int:
+    interrupts.as_usual()
     try:
         request = parse(sys.argv[1:], usage=USAGE, short="r:", more=OPTIONS)
         options = options_of(request.more)
@@ -199,6 +205,7 @@ def main() -> int:
         print("\n".join(f"launch/multinode.sh: {line}" for line in error.problems), file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before anything started
+        interrupts.tell()
         return 130
 
 

@@ -24,6 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from launch import environment, meeting, on_host
@@ -192,7 +197,7 @@ def meet(node: Node, hosts: Slots, number: int, *, master: str, port: int) -> me
         meeting.listening(port).close()
         return meeting.Met(names, number)
     if number == 0:
-        return meeting.gather(names, port=port, words=words, seconds=node.wait_s)
+        return meeting.gather(names, address=master, port=port, words=words, seconds=node.wait_s)
     return meeting.join(names, number, address=master, port=port, words=words, seconds=node.wait_s)
 
 
@@ -269,8 +274,6 @@ def main() -> int:
     except meeting.AbsentError as error:
         say(str(error))
         return 1
-    except KeyboardInterrupt:  # before anything started
-        return 130
 
 
 if __name__ == "__main__":

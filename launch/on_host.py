@@ -29,9 +29,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from launch.machine import MEMORY, machine
 from parallel.hardware import device_kind
-
-MEMORY = "/dev/shm"
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
@@ -45,12 +44,6 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         return found | {"device": device_kind(), "machine": machine()}
     except (OSError, ValueError) as error:
         return {"problem": str(error)}
-
-
-def machine() -> str:
-    """The same for two names of one host, of which each launch has one part."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # containers share it, but not the memory file system
-    return f"{boot.read_text().strip() if boot.exists() else socket.gethostname()} {os.stat(MEMORY).st_dev}"
 
 
 def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:

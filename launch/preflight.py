@@ -17,6 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf import hostfile
 from conf.load import ConfigError
 from launch import allocation
@@ -88,8 +93,6 @@ def main() -> int:
     except ConfigError as error:
         print("\n".join(f"launch/preflight.sh: {line}" for line in error.problems), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def stop(number: int, frame: object) -> None:

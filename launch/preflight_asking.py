@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from conf.hostfile import Slots, ranks
 from conf.load import ConfigError
 from launch import environment, preflight_checks, preflight_machine, preflight_rates
-from launch.ask import REACH_S, check_address
+from launch.ask import REACH_S, check_address, named_twice
 from launch.preflight_checks import Answers
 from launch.preflight_table import Cell, Row, good, wrong
 from launch.remote import Answer, at_once
@@ -60,7 +60,10 @@ class Preflight:
             "world_size": self._world_size, "environ": self._environ(None),
         }  # fmt: skip
         facts, lost = self._ask("facts", {host: about for host in self.hosts})
-        rows = [self._row("reachable", dict.fromkeys(facts, good()) | _red(lost, "ssh HOST true must work from here"))]
+        twice = named_twice({host: one["machine"] for host, one in facts.items()})
+        reachable = dict.fromkeys(facts, good()) | _red(lost | twice, "ssh HOST true must work from here")
+        rows = [self._row("reachable", reachable)]
+        facts = {host: one for host, one in facts.items() if host not in twice}  # what it has is told once
         if not facts:
             return rows
         ranks = ranks_of(self.first)

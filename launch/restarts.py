@@ -23,6 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.cli import compose_config, parse_flags
 from conf.hostfile import Slots, ranks
 from conf.load import ConfigError

@@ -22,6 +22,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
+from conf import interrupts
 from conf.huggingface import model_of, read_config
 from conf.knobs import CONF
 from conf.model_folders import model_yaml
@@ -43,6 +49,7 @@ def stop(number: int, frame: object) -> None:
 
 
 def main(words: Sequence[str]) -> int:
+    interrupts.as_usual()
     asked = parser().parse_args(words)
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -51,6 +58,7 @@ def main(words: Sequence[str]) -> int:
     except Stopped as stopped:
         return EXIT_SIGNAL + int(stopped.args[0])
     except KeyboardInterrupt:
+        interrupts.tell()
         return EXIT_SIGNAL + signal.SIGINT
     except (ValueError, OSError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)

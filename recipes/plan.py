@@ -19,6 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.cli import EXIT_CONFIG, main_without_plan, refuse
 from conf.schema import Config
 from parallel import memory, placement, rules, stage_split

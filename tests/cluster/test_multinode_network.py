@@ -112,11 +112,14 @@ def test_an_address_that_another_host_does_not_reach_is_told(two_networks, tmp_p
 
 
 @pytest.mark.slow
-def test_two_launches_at_once_on_the_same_hosts_do_not_meet(hosts, tmp_path):
+@pytest.mark.parametrize("launcher", ["pdsh", "openmpi"])
+def test_two_launches_at_once_on_the_same_hosts_do_not_meet(hosts, tmp_path, launcher):
+    """Case F4."""
     started, folders = [], [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-        command = [MULTINODE, str(hosts.hostfile(folder / "hosts")), SHOWS, PLAN, f"run.experiment={folder.name}"]
+        command = [MULTINODE, str(hosts.hostfile(folder / "hosts")), "--launcher", launcher, SHOWS, PLAN]
+        command.append(f"run.experiment={folder.name}")
         started.append(hosts[0].start(command, folder=folder, output=folder / "output.txt", environ=environ(hosts)))
     assert [process.wait(timeout=120) for process in started] == [0, 0]
     found = [shown(folder, 1) for folder in folders]

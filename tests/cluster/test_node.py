@@ -81,6 +81,13 @@ def test_hosts_that_do_not_meet_are_named_in_bounded_time_and_nothing_starts(
     assert time.monotonic() - began < 30 and not list(tmp_path.glob("rank-*"))
 
 
+def test_two_hosts_that_are_both_told_to_be_the_first_are_named_on_both(hosts, tmp_path):
+    nodes = Nodes(hosts, tmp_path, [["--node_rank", "0", "--wait", "60", SHOWS, "parallel=tp1_pp2"]] * 2)
+    assert nodes.wait(40) == [2, 2], nodes.outputs
+    line = "hosts w0 and w1 both say they are node 0 (w0); give each its own --node_rank, 0 to 1"
+    assert all(f"launch/node.sh: {line}" in output for output in nodes.outputs)
+
+
 def test_a_port_in_use_is_named(hosts, tmp_path):
     """Case F4."""
     listen = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(60)"
@@ -96,6 +103,17 @@ def test_a_port_in_use_is_named(hosts, tmp_path):
         for process in hosts.processes():
             process.kill()
         server.wait()
+
+
+@SLOW
+def test_an_address_that_is_not_the_first_hosts_is_told_there_and_not_waited_for_elsewhere(hosts, tmp_path):
+    """Case F4."""
+    words = ["--wait", "5", SHOWS, "parallel=tp1_pp2"]
+    nodes = Nodes(hosts, tmp_path, [words, words], MASTER_ADDR="10.77.0.9")
+    began = time.monotonic()
+    assert nodes.wait(60) == [2, 1] and time.monotonic() - began < 40, nodes.outputs
+    assert "MASTER_ADDR=10.77.0.9 is no address of w0, where rank 0 runs; it has 127.0.0.1, " in nodes.outputs[0]
+    assert "host w0 (node 0, 10.77.0.9 port 29500) did not answer within 5 s" in nodes.outputs[1]
 
 
 @SLOW

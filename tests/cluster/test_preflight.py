@@ -147,6 +147,14 @@ def test_a_host_that_is_down_is_red_and_the_others_are_checked_on(fresh, tmp_pat
     assert "preflight: 1 of 15 checks found something wrong, on w1" in output
 
 
+def test_one_host_under_two_names_is_one_red_cell(hosts, tmp_path):
+    (tmp_path / "hostfile").write_text("w0 slots=1\n10.77.0.1 slots=1\n")
+    code, output, found = preflight(hosts, tmp_path, "--quick")
+    red = {(check, host) for check, cells in found.items() for host, cell in cells.items() if cell["ok"] is False}
+    assert code == 1 and red == {("reachable", "10.77.0.1")}, output
+    assert "10.77.0.1: reachable: it is w0 under another name\n    give all its slots in one line\n" in output
+
+
 SMI = """#!/bin/sh
 case $1 in
 --query-gpu=*) cat <<END

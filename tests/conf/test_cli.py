@@ -95,6 +95,11 @@ def test_only_rank_0_speaks_and_the_others_leave_with_code_2(call):
     assert "2 ranks run" in first.stderr and second.stderr == ""
 
 
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     ("environ", "line"),
     [
@@ -102,11 +107,25 @@ def test_only_rank_0_speaks_and_the_others_leave_with_code_2(call):
         ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a number"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks (SLURM_STEP_NUM_TASKS) without RANK"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 tasks (OMPI_COMM_WORLD_SIZE) without RANK"),
+        (RANK_0 | SRUN | {"SLURM_PROCID": "1"}, "srun started 2 tasks, several on a host, and each started ranks of"),
+        (RANK_0 | MPIRUN | {"OMPI_COMM_WORLD_RANK": "1"}, "mpirun started 2 tasks, several on a host, and each"),
     ],
 )
 def test_ranks_that_no_world_has_are_refused(call, environ, line):
     done = call(**environ)
     assert done.returncode == 2 and line in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        SRUN | {"SLURM_PROCID": "0"},  # a task that is a rank
+        SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2"},  # a task a host
+        MPIRUN | {"OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_ranks_of_slurms_and_mpis_own_tasks_run(call, environ):
+    assert call("parallel.tp=2", **RANK_0, **environ).returncode == 0
 
 
 @pytest.mark.parametrize("spelling", [["--local_rank=0"], ["--local-rank=0"], ["--local_rank", "0"], []])

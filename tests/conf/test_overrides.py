@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from conf.cli import compose_config, without_launcher_arguments
@@ -119,3 +121,41 @@ def test_launcher_arguments_are_dropped_in_every_spelling():
     assert without_launcher_arguments(
         ["--local_rank=3", "a=1", "--local-rank=3", "--local_rank", "3", "b=2", "--local-rank", "3"]
     ) == ["a=1", "b=2"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "quoted"),
+    [
+        ("telemetry.wandb.group=é", 'telemetry.wandb.group="é"'),
+        ("telemetry.wandb.group=日本 語!", 'telemetry.wandb.group="日本 語!"'),
+        ("telemetry.wandb.group=a;b", 'telemetry.wandb.group="a;b"'),
+        ("telemetry.wandb.group=lr=3", 'telemetry.wandb.group="lr=3"'),
+        ("telemetry.wandb.group=it's", 'telemetry.wandb.group="it\'s"'),
+        ('telemetry.wandb.group=a"é\\', 'telemetry.wandb.group="a\\"é\\\\"'),
+        ("telemetry.wandb.tags=[a b,é,'ü',x!]", 'telemetry.wandb.tags=[a b,"é",\'ü\',"x!"]'),
+        ("data.sources=[{path: /d/é x.jsonl, weight: 2}]", 'data.sources=[{path: "/d/é x.jsonl", weight: 2}]'),
+    ],
+)
+def test_a_value_with_a_sign_that_hydra_does_not_know_is_shown_in_quotes_and_taken_so(typed, quoted):
+    (line,) = faults(typed)
+    assert line.endswith(f"; put such text in quotes: {shlex.quote(quoted)}")
+    config = compose_config([quoted])
+    if "group" in typed:
+        assert config.telemetry.wandb.group == typed.partition("=")[2]
+    elif "tags" in typed:
+        assert config.telemetry.wandb.tags == ["a b", "é", "ü", "x!"]
+    else:
+        assert config.data.sources[0].path == "/d/é x.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("typed", "line"),
+    [
+        ("run.nots=é", "run.nots is not a knob; did you mean"),
+        ("train.lr=1;2", "train.lr=\"1;2\": Value '1;2' of type 'str' could not be converted to Float (train.lr)"),
+        ("telemetry.wandb.group=a\nb", 'put such text in quotes, key="value"'),
+        ("é=1", "write key=value"),
+    ],
+)
+def test_where_quotes_would_not_do_what_is_wrong_besides_is_told(typed, line):
+    assert line in faults(typed)[0]

@@ -1,5 +1,6 @@
 """recipes/pretrain.py with one fault: FAULT=raise|exit|kill|hang|stop|slow strikes rank FAULT_RANK (2) before its
-FAULT_STEP-th (third) step, once where FAULT_ONCE names a file that is not there yet. Started by tests.
+FAULT_STEP-th (third) step, once where FAULT_ONCE names a file that is not there yet; late: rank 1 comes two seconds
+after the others. Started by tests.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def _strikes(step: int) -> bool:
 
 
 def run(config: Config, plan: ParallelPlan) -> int:
+    if os.environ["FAULT"] == "late" and os.environ["RANK"] == "1":
+        time.sleep(2)
     from engine.pipeline import PipelineTrainer
     from recipes import pretrain
 
@@ -39,7 +42,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
         steps.append(1)
         if os.environ["FAULT"] == "slow":
             time.sleep(float(os.environ.get("SLOW_S", "0.3")))
-        elif _strikes(len(steps)):
+        elif os.environ["FAULT"] != "late" and _strikes(len(steps)):
             if os.environ["FAULT"] == "raise":
                 raise RuntimeError("the fault that was asked for")
             if os.environ["FAULT"] == "exit":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.device import this_device
 from engine.probe_hosts import differ, link_rates, matrix_rates, pairings
@@ -50,3 +52,30 @@ def alone() -> None:
 
 def test_one_host_has_no_link():
     run_ranks(1, alone)
+
+
+def held_up() -> None:
+    """Every message takes 20 ms, but of one pair one sample, and then a whole attempt, is held up for longer."""
+    from engine import probe_hosts
+
+    served, plain = [], dist.send
+
+    def send(message: torch.Tensor, to: int) -> None:
+        if message.numel() > 1:
+            served.append(1)
+            attempt, sample = divmod(len(served) - 1, 2 * probe_hosts.SAMPLES)
+            disturbed = dist.get_rank() == 0 and (attempt == 0 or sample % probe_hosts.SAMPLES == 2)
+            time.sleep(0.1 if disturbed else 0.02)
+        plain(message, to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "send", send)
+        patch.setattr(probe_hosts, "PAUSE_S", 0.05)
+        patch.setattr(probe_hosts, "LARGEST", {"cpu": probe_hosts.FIRST_BYTES})
+        one, other = link_rates([1, 1], this_device())
+    assert not differ([one.rate, other.rate]), (one, other)
+    assert len(served) < 4 * 2 * probe_hosts.SAMPLES  # it was measured again, and not without need
+
+
+def test_neither_a_disturbed_sample_nor_a_disturbed_attempt_decides():
+    run_ranks(2, held_up)

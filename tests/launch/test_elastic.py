@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch import elastic
 from tests.engine.launched import ROOT, wait_for
 
 ELASTIC = [sys.executable, str(ROOT / "launch" / "elastic.py"), "--nproc-per-node", "2"]
@@ -33,7 +35,7 @@ def rank(tmp_path: Path) -> str:
 
 
 def call(rank: str, how: str, **environ: str) -> tuple[int, str]:
-    aside = ("RANK", "WORLD_SIZE", "MASTER_PORT", "RETRY_CODE")
+    aside = ("RANK", "WORLD_SIZE", "MASTER_PORT", "RETRY_CODE", "RETRY_LIMIT")
     kept = {name: value for name, value in os.environ.items() if name not in aside}
     done = subprocess.run(
         [*ELASTIC, rank, how],
@@ -62,6 +64,26 @@ def test_the_code_is_the_ranks_or_the_one_that_means_again(rank, how, code, retr
     found, output = call(rank, how, **({} if retry is None else {"RETRY_CODE": retry}))
     assert found == code, output
     assert "shared False" in output and "shared True" not in output
+
+
+def test_a_failure_is_retried_until_it_is_one_too_many_in_a_row(tmp_path):
+    counts, quick = tmp_path / "retries", elastic.QUICK_S - 1
+    assert [elastic.may_retry(137, quick, 3, counts) for _ in range(3)] == [True, True, False]
+    counts.unlink()
+    story = [(1, quick), (1, quick), (75, 1.0), (143, 1.0), (1, elastic.QUICK_S + 1), (1, quick), (1, quick)]
+    assert [elastic.may_retry(code, seconds, 3, counts) for code, seconds in story] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(("code", "found"), [(1, 1), (137, 1), (2, 2), (76, 76), (0, 0), (75, 138)])
+def test_the_last_retry_ends_below_the_codes_that_mean_again_and_forgets_the_count(tmp_path, monkeypatch, code, found):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RETRY_CODE", "138")
+    monkeypatch.setenv("RETRY_LIMIT", "2")
+    counts = tmp_path / f"retries-{socket.gethostname()}"
+    counts.write_text("1\n")
+    monkeypatch.setattr(elastic, "run", lambda argv: code)
+    assert elastic.main([]) == found
+    assert counts.exists() == (found == 138)
 
 
 def test_sigterm_lets_the_ranks_save_and_says_143(rank, tmp_path):

@@ -141,3 +141,12 @@ def test_what_was_refused_or_stopped_by_an_alert_is_not_started_again():
     (retry,) = [one["value"] for one in pod("PyTorchJob", job)["containers"][0]["env"] if one["name"] == "RETRY_CODE"]
     assert worker(job)["restartPolicy"] == "ExitCode" and int(retry) > 127 > max(FINAL)  # the operator's bound
     assert job["spec"]["elasticPolicy"]["maxRestarts"] == 0
+
+
+def test_what_keeps_failing_is_started_again_a_number_of_times_only():
+    job = document("PyTorchJob")
+    variables = {one["name"]: one.get("value") for one in pod("PyTorchJob", job)["containers"][0]["env"]}
+    assert int(variables["RETRY_LIMIT"]) > 1
+    # Under ExitCode the operator (v1.9.0) does not count, whatever is written there.
+    assert worker(job)["restartPolicy"] == "ExitCode" and "backoffLimit" not in job["spec"]["runPolicy"]
+    assert document("TrainingRuntime")["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] > 0

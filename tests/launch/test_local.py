@@ -147,6 +147,25 @@ def test_a_signal_ends_all_ranks(start, tmp_path, number, code):
     wait_until(lambda: processes_in(tmp_path) == {}, seconds=5)
 
 
+def test_ctrl_c_before_a_rank_runs_ends_it_at_once_in_one_line(start, tmp_path):
+    """Nobody could save anything yet, and the ranks must not start all the same."""
+    process = start("-n", "2", "recipe.py", "run.experiment=sleeps")
+    process.stdout.readline()  # the command: DeepSpeed's launcher imports for seconds now
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "launch/local.sh: ended while no rank runs\n")
+    assert processes_in(tmp_path) == {} and not (tmp_path / "started-0").exists()
+
+
+def test_ctrl_c_while_it_asks_for_the_ranks_is_one_line(start):
+    """It goes to all of the terminal's processes, the one that is asked too."""
+    process = start("recipe.py", "parallel=tp2_pp2")
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "launch/local.sh: interrupted\n")
+
+
 def test_a_killed_launcher_is_not_success_and_leaves_no_rank(start, tmp_path):
     # DeepSpeed's launcher returns 0 here: a negative return code of its per-node process is not greater than 0.
     process = start("-n", "2", "recipe.py", "run.experiment=sleeps")

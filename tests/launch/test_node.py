@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -107,7 +108,8 @@ class Launchers:
         def meet() -> None:
             try:
                 if number == 0:
-                    met = meeting.gather(self.hosts, port=self.port, words=words, seconds=seconds)
+                    at = {"address": "127.0.0.1", "port": self.port}
+                    met = meeting.gather(self.hosts, words=words, seconds=seconds, **at)
                 else:
                     at = {"address": "127.0.0.1", "port": self.port}
                     met = meeting.join(self.hosts, number, words=words, seconds=seconds, **at)
@@ -169,6 +171,24 @@ def test_other_words_and_a_rank_twice_are_refused_on_every_host():
     for number in (0, 1, 1):
         launchers.start(number)
     assert "two hosts say they are node 1 (h1)" in {str(one) for one in launchers.wait()}.pop()
+
+
+def test_another_host_that_says_it_is_the_first_is_told_with_its_name_on_both():
+    launchers = Launchers(2)
+    launchers.start(0)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            other = socket.create_connection(("127.0.0.1", launchers.port), timeout=5)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+    other.sendall(b'{"node": 0, "words": "same", "name": "w1", "token": "another"}\n')
+    line = f"hosts {socket.gethostname()} and w1 both say they are node 0 (h0); give each its own --node_rank, 0 to 1"
+    with other.makefile() as said:
+        assert json.loads(said.readline()) == {"refused": line}
+    assert [str(one) for one in launchers.wait()] == [line]
+    other.close()
 
 
 def ended(launchers: Launchers, *codes: int | None) -> list[int]:

@@ -61,7 +61,7 @@ class Played:
         addresses = {"eth0": ["10.0.0.1"]}
         folders = {name: f"{order.get('folder')}/{name}" for name in ("run folder", "corpus folder")}
         played = {
-            "facts": lambda: told("facts", "[0, 1]") | {"cores": 2},
+            "facts": lambda: told("facts", "[0, 1]") | {"cores": 2, "machine": host},
             "view": lambda: told("view", json.dumps(order["ranks"])) | {"folders": folders},
             "look": lambda: {
                 "address": "10.0.0.1", "interface": "eth0", "port": order["port"], "addresses": addresses
@@ -119,6 +119,16 @@ def test_a_lost_host_is_red_once_and_not_asked_again(found):
     assert rows["reachable"].cells["w1"].remedy == "ssh w1 true must work from here"
     assert {hosts for verb, hosts in played.asked if verb not in ("facts", "rates")} == {("w0",)}
     assert rows["network"].cells["w1"].ok is None and rows["network"].cells["w0"].ok
+
+
+def test_one_host_under_two_names_is_red_once_and_what_it_has_is_told_once(found):
+    played = Played(w1_facts={"machine": "w0"})
+    rows = found(played)
+    assert {check: row.red for check, row in rows.items() if row.red} == {"reachable": ["w1"]}
+    cell = rows["reachable"].cells["w1"]
+    assert (cell.text, cell.remedy) == ("it is w0 under another name", "give all its slots in one line")
+    assert all(row.cells["w1"].ok is None for check, row in rows.items() if check != "reachable")
+    assert played.asked[1:] == [(verb, ("w0",)) for verb, _ in played.asked[1:]]
 
 
 def test_where_no_host_answers_there_is_nothing_to_compare(found):
