@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Config, DataConfig, DataFormat, GenerateConfig
+from conf.schema import Config, DataConfig, DataFormat, GenerateConfig, Objective
 from corpus.chat_template import ChatTemplate
 from corpus.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from corpus.prompts import Prompt, read_prompts
@@ -54,6 +54,11 @@ class Answer:
 def open_job(config: Config) -> Job:
     """Weights, tokenizer and prompts found and checked. Raises ValueError or OSError."""
     settings = config.generate
+    if config.objective is Objective.mlm:
+        raise ValueError(
+            f"model.family={config.model.family.value} fills in masks and does not continue a text; name the weights "
+            "of a causal model"
+        )
     if settings.output is not None:
         _require_writable(Path(settings.output).expanduser(), overwrite=settings.overwrite)
     source = find_weights(config)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from conf.schema import Config, EvaluateConfig, EvaluateTask
+from conf.schema import Config, EvaluateConfig, EvaluateTask, Objective
 from corpus.cache import Progress
 from corpus.corpora import prepare_corpus
 from corpus.scored_rows import dataset_rows, stream_rows
@@ -96,6 +96,11 @@ def prepare_jobs(config: Config, *, progress: Progress) -> list[Job]:
     """All but the harness's; called on every process. Raises ValueError."""
     asked = config.evaluate
     tasks = tasks_of(asked)
+    if config.objective is Objective.mlm and (asked.files or tasks != [EvaluateTask.loss]):
+        raise ValueError(
+            f"evaluate.{{files,wikitext,lambada,harness}} predict the token that comes next, and model.family="
+            f"{config.model.family.value} fills in masks; leave them, for the loss on the corpus that data names"
+        )
     length = asked.sequence_length or config.data.sequence_length
     if length > config.model.max_position_embeddings:
         raise ValueError(
@@ -125,7 +130,9 @@ def prepare_jobs(config: Config, *, progress: Progress) -> list[Job]:
 def _validation(config: Config, length: int, progress: Progress) -> Job:
     """The samples that training evaluates, all of them."""
     data = replace(config.data, sequence_length=length)
-    corpus = prepare_corpus(data, vocab_size=config.model.vocab_size, seed=config.seed, progress=progress)
+    corpus = prepare_corpus(
+        data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective, progress=progress
+    )
     held_out = corpus.validation
     if held_out is None:
         raise ValueError(

@@ -28,6 +28,7 @@ from engine.build import layer_specs
 from engine.session import DTYPES
 from engine.weight_source import WeightSource, load_source
 from model.block import Block
+from model.embedding import Embedding
 from model.kv_cache import KeyValueCache
 from model.layers import LayerSpec
 from model.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -116,7 +117,7 @@ class InferenceModel:
                 elif context is None:
                     context = layer.context(x, positions_BS)
                 x = layer(x, context)
-            elif x.dtype == torch.int64:
+            elif isinstance(layer, Embedding):
                 x = layer(x) if positions_BS is None else layer((x, positions_BS))[0]
             else:
                 if only_B is not None and x.shape[1] > 1:

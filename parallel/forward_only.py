@@ -10,14 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conf.schema import Config, Recompute, Schedule, ZeroConfig
+from parallel.objectives import objective_of
 
 
 def forward_only(config: Config, *, world_size: int) -> Config:
-    """The same model, data and degrees; the micro-batch is what one data rank computes at once."""
+    """The same model, data and degrees; the micro-batch is what one data rank computes at once, the objective what the
+    family learns."""
     parallel, train = config.parallel, config.train
     dp = max(1, world_size // max(1, parallel.tp * parallel.pp))
     return replace(
         config,
+        objective=objective_of(config.model.family),
         parallel=replace(
             parallel,
             sequence_parallel=False,
