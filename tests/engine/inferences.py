@@ -23,6 +23,7 @@ from parallel.groups import open_groups
 from parallel.plan import ParallelPlan
 from tests.model.reference import small_model
 from tests.model.test_huggingface import CASES, theirs
+from tests.ranks import run_ranks
 
 ONE_A_FAMILY = (
     "gpt2",
@@ -57,16 +58,22 @@ def configured(source: Path, *words: str, world_size: int) -> tuple[Config, Para
 
 def opened(source: Path, *words: str) -> InferenceModel:
     """The model on this rank of the world that runs."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), DS_ACCELERATOR="cpu")
+    return built(*configured(source, *words, world_size=dist.get_world_size() if dist.is_initialized() else 1))
+
+
+def built(config: Config, plan: ParallelPlan) -> InferenceModel:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(plan.world_size), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
-    config, plan = configured(source, *words, world_size=world_size)
     device = this_device()
     start(device, timeout_s=60)
     groups = open_groups(plan)
     return InferenceModel(config, plan, groups, device=device.torch_device, source=find_weights(config))
 
 
-def on_each(cases: dict[str, Path], words: tuple[str, ...], ask: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """`ask(model, *args)` of every folder, on this rank."""
-    return {case: ask(opened(folder, *words), *args) for case, folder in cases.items()}
+def on_each(
+    ranks: int, cases: dict[str, Path], words: tuple[str, ...], ask: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """`ask(model)` of every folder on each of so many ranks, which are started once; configs are composed before."""
+    planned = {case: configured(folder, *words, world_size=ranks) for case, folder in cases.items()}
+    return run_ranks(ranks, lambda: {case: ask(built(*of)) for case, of in planned.items()})

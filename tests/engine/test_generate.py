@@ -72,8 +72,8 @@ def check(answers: Sequence[dict[str, Any]], folder: Path, drawn: Any) -> None:
 
 def test_every_family_says_what_transformers_says_under_tp2_pp2_and_draws_as_one_process(tmp_path: Path) -> None:
     folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(ONE_A_FAMILY)}
-    answers = run_ranks(4, on_each, folders, TP2_PP2, answered)
-    [single] = run_ranks(1, on_each, folders, (), answered)
+    answers = on_each(4, folders, TP2_PP2, answered)
+    [single] = on_each(1, folders, (), answered)
     for case, folder in folders.items():
         check([answer[case] for answer in (*answers, single)], folder, single[case]["drawn"])
         assert single[case]["drawn"] != [ids[:12] for ids in single[case]["greedy"]]
@@ -83,8 +83,8 @@ def test_every_family_says_what_transformers_says_under_tp2_pp2_and_draws_as_one
 @pytest.mark.parametrize(("ranks", "words"), [(2, ("parallel.tp=2",)), (2, ("parallel.pp=2",)), (4, TP2_PP2)])
 def test_every_kind_of_model_says_what_transformers_says_under_every_plan(ranks, words, tmp_path: Path) -> None:
     folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CASES)}
-    answers = run_ranks(ranks, on_each, folders, words, answered)
-    [single] = run_ranks(1, on_each, folders, (), answered)
+    answers = on_each(ranks, folders, words, answered)
+    [single] = on_each(1, folders, (), answered)
     for case, folder in folders.items():
         check([answer[case] for answer in (*answers, single)], folder, single[case]["drawn"])
 

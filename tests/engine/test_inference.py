@@ -86,7 +86,7 @@ def check(ranks: list[dict[str, Any]], folder: Path, *, tp: int) -> None:
 
 def test_scores_and_cached_logits_are_transformers_under_tp2_pp2(tmp_path: Path) -> None:
     folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(UNLIKE)}
-    ranks = run_ranks(4, on_each, folders, TP2_PP2, asked)
+    ranks = on_each(4, folders, TP2_PP2, asked)
     for case, folder in folders.items():
         check([rank[case] for rank in ranks], folder, tp=2)
 
@@ -97,7 +97,7 @@ def test_scores_and_cached_logits_are_transformers_under_tp2_pp2(tmp_path: Path)
 ])  # fmt: skip
 def test_scores_and_cached_logits_of_every_kind_of_model_under_every_plan(ranks, words, tp, tmp_path: Path) -> None:
     folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CASES)}
-    answers = run_ranks(ranks, on_each, folders, words, asked)
+    answers = on_each(ranks, folders, words, asked)
     for case, folder in folders.items():
         check([answer[case] for answer in answers], folder, tp=tp)
 
