@@ -13,6 +13,7 @@ from tests.engine.launched import (
     BIN,
     FAULTY,
     LOCAL,
+    ROOT,
     TINY,
     events_of,
     finish,
@@ -26,16 +27,20 @@ from tests.telemetry.wandb_files import read, segments
 LONG = [*TINY, "train.train_iters=100000", "checkpoint.interval=0"]
 
 
-def stopped(tmp_path: Path, process: subprocess.Popen[str]) -> int:
-    """Wait for the end of a run that was asked to stop; the step of its one checkpoint, which is its last step."""
+def stopped(tmp_path: Path, process: subprocess.Popen[str], *, says: tuple[str, ...] = ()) -> int:
+    """Wait for the end of a run that was asked to stop; the step of its one checkpoint, which is its last step.
+
+    says: whose tracebacks are no fault of ours.
+    """
     run = tmp_path / "runs" / "default" / "r"
     process.wait(timeout=30)
+    wait_for(lambda: not processes_in(tmp_path, str(FAULTY)), seconds=30, what="all ranks gone")
     output = (tmp_path / "output.txt").read_text()
     steps, checkpoints = steps_of(run), list_checkpoints(run / "checkpoints")
     assert [step for step, _ in checkpoints] == [steps[-1]], output
     assert [event["event"] for event in events_of(run)][-1] == "stopped on request"
-    assert "Traceback" not in output
-    wait_for(lambda: not processes_in(tmp_path, str(FAULTY)), seconds=30, what="all ranks gone")
+    tracebacks = [text.lstrip().splitlines()[0] for text in output.split("Traceback (most recent call last):\n")[1:]]
+    assert [line for line in tracebacks if not any(f"/{one}" in line for one in says)] == [], output
     return steps[-1]
 
 
@@ -74,6 +79,61 @@ def test_a_signal_ends_the_run_after_a_saved_step(name: str, tmp_path: Path) -> 
     code, output = finish([str(LOCAL), "-n", "2", str(FAULTY), *more], tmp_path, FAULT="none")
     assert code == 0, output
     assert steps_of(run) == list(range(1, last + 3))
+
+
+RUNNERS = {
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "31531"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "31532"],
+    "elastic.py": [
+        str(BIN / "python"), str(ROOT / "launch" / "elastic.py"), "--nproc-per-node", "2", "--master-port", "31533"
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["rank 1", "launcher"])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_under_other_launchers_a_signal_ends_the_run_after_a_saved_step(
+    runner: str, target: str, tmp_path: Path
+) -> None:
+    """Case F7: their own codes are what they are, but launch/elastic.py's."""
+    run, command = tmp_path / "runs" / "default" / "r", [*RUNNERS[runner], str(FAULTY)]
+    process = start([*command, *LONG], tmp_path, FAULT="slow")
+    wait_for(lambda: len(steps_of(run)) >= 2, seconds=120, what="two steps")
+    if target == "launcher":
+        process.send_signal(signal.SIGTERM)
+    else:
+        ranks = processes_in(tmp_path, str(FAULTY))
+        (one,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+        one.send_signal(signal.SIGTERM)
+    last = stopped(tmp_path, process, says=(f"bin/{runner}",))
+    expected = {("elastic.py", "rank 1"): 75, ("elastic.py", "launcher"): 143}
+    assert process.returncode == expected.get((runner, target), process.returncode) and process.returncode != 0
+    more = [*TINY, f"train.train_iters={last + 2}", "resume=auto"]
+    code, output = finish([*command, *more], tmp_path, FAULT="none")
+    assert code == 0, output
+    assert steps_of(run) == list(range(1, last + 3))
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_asked_to_stop_saves_its_run_and_goes_on_with_it(tmp_path: Path) -> None:
+    """Case F7."""
+    words = [word for word in LONG if not word.startswith("run.id=")]
+    command = [str(BIN / "python"), str(ROOT / "launch" / "sweep.py"), "--id", "s", "-m", str(FAULTY), *words]
+    process = start([*command, "train.lr=1e-3,1e-4"], tmp_path, FAULT="slow")
+    run = tmp_path / "runs" / "s" / "s-00"
+    wait_for(lambda: len(steps_of(run)) >= 2, seconds=120, what="two steps")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    output, saved = (tmp_path / "output.txt").read_text(), [step for step, _ in list_checkpoints(run / "checkpoints")]
+    assert saved == steps_of(run)[-1:] and "s-00 saved and stopped" in output and "Traceback" not in output
+    assert not (run.parent / "s-01").exists() and not processes_in(tmp_path, str(FAULTY))
+    process = start([*command, "train.lr=1e-3,1e-4"], tmp_path, FAULT="slow")
+    wait_for(lambda: steps_of(run)[-1] > saved[0] + 1, seconds=120, what="steps behind the checkpoint")
+    assert steps_of(run) == list(range(1, len(steps_of(run)) + 1))
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+    process.wait(timeout=30)
 
 
 @pytest.mark.slow

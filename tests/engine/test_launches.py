@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,10 +14,18 @@ from typing import Any
 import pytest
 
 from engine.distributed import free_port
-from tests.engine.launched import BIN, LOCAL, ROOT, TINY, events_of, finish, start, steps_of
+from tests.engine.launched import BIN, FAULTY, LOCAL, ROOT, TINY, events_of, finish, start, steps_of
 
 PRETRAIN = str(ROOT / "recipes" / "pretrain.py")
 SHORT = [*TINY, "train.train_iters=3", "telemetry.wandb.mode=disabled"]
+PYTHON = str(BIN / "python")
+LAUNCHERS = {
+    "local.sh": [str(LOCAL), "-n", "2"],
+    "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "31521"],
+    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", "31522"],
+    "elastic.py": [PYTHON, str(ROOT / "launch" / "elastic.py"), "--nproc-per-node", "2", "--master-port", "31523"],
+    "sweep.py": [PYTHON, str(ROOT / "launch" / "sweep.py"), "--id", "s"],
+}
 pytestmark = pytest.mark.slow
 
 
@@ -64,13 +73,31 @@ def test_two_launches_at_once_both_finish(tmp_path: Path) -> None:
         assert steps_of(tmp_path / name / "runs" / "default" / "r") == [1, 2, 3]
 
 
-def test_a_stale_lock_of_an_op_build_holds_nothing_up(tmp_path: Path) -> None:
-    """Case F8: a killed build of DeepSpeed's CPU collectives left its lock; that op is not built here at all."""
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_port_that_another_program_has_ends_plain_launchers_with_its_number(launcher: str, tmp_path: Path) -> None:
+    """Case F4; launch/local.sh and elastic.py say it in a line of their own (tests/launch/)."""
+    port = LAUNCHERS[launcher][-1]
+    with socket.create_server(("127.0.0.1", int(port))):
+        code, output = finish([*LAUNCHERS[launcher], PRETRAIN, *SHORT], tmp_path, timeout=60)
+    assert code != 0 and f"port: {port}," in output and "EADDRINUSE" in output, output
+    assert not (tmp_path / "runs" / "default" / "r" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_late_rank_joins_the_one_run_and_a_stale_lock_of_a_build_holds_nothing_up(
+    launcher: str, tmp_path: Path
+) -> None:
+    """Cases F1 and F8: a killed build of DeepSpeed's CPU collectives left its lock; that op is never built here."""
+    write_documents(tmp_path / "data", 40)
     (tmp_path / "extensions" / "deepspeed_shm_comm").mkdir(parents=True)
     (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
-    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    code, output = finish([str(LOCAL), "-n", "2", PRETRAIN, *SHORT], tmp_path, timeout=90, **environ)
+    words = [word for word in SHORT if not word.startswith("run.id=")] + ["data.sources=[{path: ./data/0.jsonl}]"]
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"), "FAULT": "late"}
+    code, output = finish([*LAUNCHERS[launcher], str(FAULTY), *words], tmp_path, timeout=120, **environ)
     assert code == 0, output
+    (run,) = [path.parent for path in (tmp_path / "runs").rglob("run.json")]
+    assert steps_of(run) == [1, 2, 3]
+    assert sorted(path.name for path in (tmp_path / "extensions").rglob("*")) == ["deepspeed_shm_comm", "lock"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -7,10 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
+from engine.distributed import free_port
 from launch import elastic
 from tests.engine.launched import ROOT, wait_for
 
@@ -34,11 +39,11 @@ def rank(tmp_path: Path) -> str:
     return str(tmp_path / "rank.py")
 
 
-def call(rank: str, how: str, **environ: str) -> tuple[int, str]:
+def call(rank: str, how: str, *, options: Sequence[str] = (), **environ: str) -> tuple[int, str]:
     aside = ("RANK", "WORLD_SIZE", "MASTER_PORT", "RETRY_CODE", "RETRY_LIMIT")
     kept = {name: value for name, value in os.environ.items() if name not in aside}
     done = subprocess.run(
-        [*ELASTIC, rank, how],
+        [*ELASTIC, *options, rank, how],
         env=kept | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,6 +89,38 @@ def test_the_last_retry_ends_below_the_codes_that_mean_again_and_forgets_the_cou
     monkeypatch.setattr(elastic, "run", lambda argv: code)
     assert elastic.main([]) == found
     assert counts.exists() == (found == 138)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which something listens that says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+C10D = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "line"),
+    [
+        (lambda port: [*C10D, f"127.0.0.1:{port}"], 2, "launch/elastic.py: what listens on port {} of 127.0.0.1 is no"),
+        (lambda port: ["--master-port", str(port)], 1, "port: {}, "),
+    ],
+    ids=["c10d", "static"],
+)
+def test_a_port_that_another_program_has_is_told_in_seconds(rank, taken, monkeypatch, options, code, line):
+    """Case F4."""
+    began = time.monotonic()
+    found, output = call(rank, "0", options=options(taken))
+    assert found == code and line.format(taken) in output and "Traceback" not in output, output
+    assert time.monotonic() - began < 30
+
+
+def test_a_store_of_torchruns_is_none_and_so_is_a_port_that_nobody_has():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    assert elastic.stranger_at_the_rendezvous([*C10D, f"127.0.0.1:{store.port}", "recipe.py"]) is None
+    assert elastic.stranger_at_the_rendezvous([*C10D, f"127.0.0.1:{free_port()}", "recipe.py"]) is None
 
 
 def test_sigterm_lets_the_ranks_save_and_says_143(rank, tmp_path):
