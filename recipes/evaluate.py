@@ -19,6 +19,11 @@ if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path.pop(0)  # here, lm-eval's `import evaluate` would find this file and not the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.cli import main
 from conf.schema import Config
 from parallel.plan import ParallelPlan

@@ -21,6 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+if __name__ == "__main__":
+    from conf import interrupts
+
+    interrupts.while_imports_run()
+
 from conf.cli import main
 from conf.schema import Config
 from parallel.plan import ParallelPlan
