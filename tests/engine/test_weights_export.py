@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         model__layer_types=["full_attention", "sliding_attention"] * 2,
     ),
 }  # fmt: skip
-SHORT = ("gpt2 tied", "gpt_neox", "qwen3 tied", "bert", "megatron_bert")
+SHORT = ("gpt2 tied", "gpt_neox", "qwen3 tied", "bert")
 STEPS = 2
 
 
