@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from conf.cli import compose_config, require_plan
 from conf.schema import Config
@@ -18,6 +18,7 @@ from engine.device import this_device
 from engine.distributed import start
 from engine.inference import InferenceModel
 from engine.weight_source import find_weights
+from parallel.architecture import BIDIRECTIONAL
 from parallel.forward_only import forward_only
 from parallel.groups import open_groups
 from parallel.plan import ParallelPlan
@@ -33,6 +34,7 @@ ONE_A_FAMILY = (
     "qwen3",
     "gpt_neox",
 )
+CAUSAL = [case for case, changes in CASES.items() if changes.get("family") not in BIDIRECTIONAL]
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2")
 
 
@@ -43,8 +45,12 @@ def saved(case: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def loaded(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def loaded_masked(folder: Path) -> Any:
+    return loaded(folder, AutoModelForMaskedLM)
 
 
 def configured(source: Path, *words: str, world_size: int) -> tuple[Config, ParallelPlan]:

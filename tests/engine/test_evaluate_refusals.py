@@ -15,6 +15,7 @@ import yaml
 from conf.load import ConfigError
 from conf.schema import DataConfig
 from corpus.tokenizer_folder import write_tokenizer
+from engine.answers import open_job
 from recipes import evaluate
 from tests.engine.inferences import configured, saved
 from tests.engine.launched import ROOT
@@ -65,6 +66,13 @@ def test_texts_that_are_not_there_or_of_another_shape_are_named(folder, tmp_path
         (["evaluate.files=[plain.txt]", "evaluate.write=no/where.json"], "there is no folder no; name a .json file"),
     ):
         assert said in refusal(folder, capsys, *words), words
+
+
+def test_masked_models_do_not_go_on_with_a_text(tmp_path, capsys):
+    bert = saved("bert", tmp_path / "bert", vocab_size=259)
+    assert "model.family=bert fills in masks; leave them" in refusal(bert, capsys, "evaluate.files=[plain.txt]")
+    with pytest.raises(ValueError, match="=bert fills in masks and does not continue a text"):
+        open_job(configured(bert, world_size=1)[0])
 
 
 def test_weights_and_tokenizers_that_do_not_go_together_are_named(folder, tmp_path, capsys):

@@ -15,9 +15,8 @@ from engine.generation import Generator, Request
 from engine.inference import InferenceModel
 from engine.weights_export import export_weights, open_stored
 from tests.engine.cases import tiny_config
-from tests.engine.inferences import ONE_A_FAMILY, TP2_PP2, loaded, on_each, opened, saved
+from tests.engine.inferences import CAUSAL, ONE_A_FAMILY, TP2_PP2, loaded, on_each, opened, saved
 from tests.engine.resumes import train_and_save
-from tests.model.test_huggingface import CASES
 from tests.ranks import run_ranks
 
 VOCABULARY, ROOM = 61, 32  # of the small models
@@ -82,7 +81,7 @@ def test_every_family_says_what_transformers_says_under_tp2_pp2_and_draws_as_one
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), [(2, ("parallel.tp=2",)), (2, ("parallel.pp=2",)), (4, TP2_PP2)])
 def test_every_kind_of_model_says_what_transformers_says_under_every_plan(ranks, words, tmp_path: Path) -> None:
-    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CASES)}
+    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CAUSAL)}
     answers = on_each(ranks, folders, words, answered)
     [single] = on_each(1, folders, (), answered)
     for case, folder in folders.items():

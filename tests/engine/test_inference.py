@@ -13,10 +13,9 @@ from conf.schema import Family
 from engine.inference import InferenceModel
 from engine.peft_files import merge_adapter
 from tests.engine.cases import global_batch, tiny_config
-from tests.engine.inferences import TP2_PP2, loaded, on_each, opened, saved
+from tests.engine.inferences import CAUSAL, TP2_PP2, loaded, loaded_masked, on_each, opened, saved
 from tests.engine.resumes import train_and_save
 from tests.engine.test_lora_checkpoints import lora_config, save_base, trained_from
-from tests.model.test_huggingface import CASES
 from tests.ranks import run_ranks
 
 CLOSE = 1e-5  # fp32, logits of order 1: about a hundred roundings of 6e-8
@@ -96,10 +95,25 @@ def test_scores_and_cached_logits_are_transformers_under_tp2_pp2(tmp_path: Path)
     (1, (), 1), (2, ("parallel.tp=2",), 2), (2, ("parallel.pp=2",), 1), (4, TP2_PP2, 2),
 ])  # fmt: skip
 def test_scores_and_cached_logits_of_every_kind_of_model_under_every_plan(ranks, words, tp, tmp_path: Path) -> None:
-    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CASES)}
+    folders = {case: saved(case, tmp_path / str(number)) for number, case in enumerate(CAUSAL)}
     answers = on_each(ranks, folders, words, asked)
     for case, folder in folders.items():
         check([answer[case] for answer in answers], folder, tp=tp)
+
+
+def masked_scores(model: InferenceModel) -> Tensor:
+    return model.target_scores(*tokens_and_targets()).log_probabilities_BS
+
+
+def test_scores_of_masked_models_are_transformers_under_tp2_pp2(tmp_path: Path) -> None:
+    folders = {case: saved(case, tmp_path / case) for case in ("bert", "megatron_bert")}
+    tokens_BS, targets_BS = tokens_and_targets()
+    for number, answer in enumerate(on_each(4, folders, TP2_PP2, masked_scores)):
+        for case, folder in folders.items():
+            with torch.no_grad():
+                wanted = loaded_masked(folder)(tokens_BS).logits.log_softmax(-1)
+            wanted = wanted.gather(2, targets_BS.clamp(min=0)[..., None])[..., 0] * (targets_BS != -100)
+            assert torch.allclose(answer[case], wanted, atol=CLOSE, rtol=0), (case, number)
 
 
 def scores_of(source: Path) -> Tensor:
