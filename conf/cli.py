@@ -17,6 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -201,6 +202,7 @@ def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -
         raise ConfigError([overrides.explain(error)]) from None
 
 
+@cache
 def register() -> None:
     """Tell Hydra the schema that config.yaml builds on."""
     ConfigStore.instance().store("config_schema", Config)

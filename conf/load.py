@@ -106,7 +106,8 @@ def typed(cfg: DictConfig) -> Config:
     if missing:
         raise ConfigError([f"{key} has no value; set {key}=..." for key in map(_dotted, missing)])
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+        known = OmegaConf.get_type(cfg) is Config  # as Hydra composes it, after config_schema
+        config = OmegaConf.to_object(cfg if known else OmegaConf.merge(OmegaConf.structured(Config), cfg))
     except OmegaConfBaseException as error:
         raise ConfigError([" ".join(str(error).split())]) from None
     assert isinstance(config, Config)
