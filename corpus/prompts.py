@@ -85,7 +85,9 @@ def _prompt(
 ) -> Prompt:
     if template is None:
         if not isinstance(given, str):
-            raise RowProblem("it holds messages; set generate.chat=true" if isinstance(given, list) else "it is empty")
+            raise RowProblem(
+                "it holds messages; set generate.chat=true" if isinstance(given, list) else "it has no text"
+            )
         ids = _encoded(given, tokenizer)
         starts = tokenizer.bos_id if add_bos else None
         if starts is not None and ids[:1] != [starts]:

@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conf.schema import Config, GenerateConfig
 from corpus.cache import Progress
@@ -28,6 +28,9 @@ from engine.inference import InferenceModel
 from engine.scoring import Scorer
 from engine.session import Session
 from engine.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from engine.harness_model import HarnessModel
 
 SAMPLES = "samples-{task}.jsonl"
 
@@ -56,7 +59,22 @@ def open_harness(config: Config, source: WeightSource, *, rank: int) -> Harness 
             "name one in data.chat_template"
         )
     tasks = load_tasks(asked) if rank == 0 else None
-    return Harness(tasks, source, tokenizer, frozenset({tokenizer.eos_id} | end_ids(source.weights)))
+    harness = Harness(tasks, source, tokenizer, frozenset({tokenizer.eos_id} | end_ids(source.weights)))
+    if tasks is not None:
+        _require_generation(harness, config)
+    return harness
+
+
+def _require_generation(harness: Harness, config: Config) -> None:
+    """ValueError, a line, where a task wants answers made in a way that is not known here."""
+    assert harness.tasks is not None
+    model = _model(harness, config, ask=lambda what, of: None)
+    for name, task in harness.tasks.manager.load(harness.tasks.asked)["tasks"].items():
+        if task.get_config("output_type") == "generate_until":
+            try:
+                model.generation(task.get_config("generation_kwargs"))
+            except ValueError as error:
+                raise ValueError(f"evaluate.harness.tasks: {name} {error}") from None
 
 
 def run_harness(harness: Harness, model: InferenceModel, session: Session, *, say: Progress) -> dict[str, Any]:
@@ -103,16 +121,9 @@ def _generated(
 def _evaluate(harness: Harness, config: Config, ask: Callable[[str, Any], Any]) -> dict[str, Any]:
     from lm_eval.evaluator import evaluate
 
-    from engine.harness_model import HarnessModel
-
     asked, tasks = config.evaluate, harness.tasks
     assert tasks is not None
-    model = HarnessModel(
-        harness.tokenizer.tokenizer,
-        max_length=asked.sequence_length or config.model.max_position_embeddings,
-        settings=replace(config.generate, batch_size=asked.batch_size, num_samples=1, ignore_eos=False),
-        ask=ask,
-    )
+    model = _model(harness, config, ask=ask)
     loaded = prepared(tasks, num_fewshot=asked.harness.num_fewshot)
     # lm-eval's bootstrap ends its processes by SIGTERM, which here would mean that somebody stops the run.
     os.register_at_fork(after_in_child=_die_by_signals)
@@ -121,6 +132,18 @@ def _evaluate(harness: Harness, config: Config, ask: Callable[[str, Any], Any]) 
             model, loaded, limit=asked.limit, apply_chat_template=asked.harness.apply_chat_template,
             fewshot_as_multiturn=asked.harness.apply_chat_template, log_samples=asked.harness.log_samples,
         )  # fmt: skip
+
+
+def _model(harness: Harness, config: Config, *, ask: Callable[[str, Any], Any]) -> HarnessModel:
+    from engine.harness_model import HarnessModel
+
+    asked = config.evaluate
+    return HarnessModel(
+        harness.tokenizer.tokenizer,
+        max_length=asked.sequence_length or config.model.max_position_embeddings,
+        settings=replace(config.generate, batch_size=asked.batch_size, num_samples=1, ignore_eos=False),
+        ask=ask,
+    )
 
 
 def _die_by_signals() -> None:

@@ -8,7 +8,7 @@ windows are lm-eval's: the numbers are those of HFLM on the exported folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerBase
 from conf.schema import GenerateConfig
 from corpus.prompts import Prompt
 from corpus.scored_rows import continuation_row
-from engine.failure import StopRun
 
 LONGEST_ANSWER = 256  # tokens generated where a task does not say, as for HFLM
 Encoded = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, context, continuation
@@ -105,17 +104,9 @@ class HarnessModel(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
     def _continued(self, contexts: Sequence[str], said: dict[str, Any]) -> list[str]:
-        """One text a context, the longest contexts computed first. StopRun for settings that are not known here."""
-        words = dict(normalize_gen_kwargs(said, LONGEST_ANSWER))
-        until = handle_stop_sequences(words.pop("until"), eos=self.tokenizer.decode(self.eot_token_id))
-        longest = int(words.pop("max_gen_toks"))
-        if longest >= self.max_length:
-            raise StopRun(
-                f"a task generates {longest} tokens, and the model sees {self.max_length} at once: no room for a "
-                "question; set max_gen_toks in generation_kwargs of its file"
-            )
-        settings = self._settings(words, stop=[text for text in until if text], max_new_tokens=longest)
-        prompts = [self._prompt(text, room=self.max_length - longest) for text in contexts]
+        """One text a context, the longest contexts computed first."""
+        settings, until = self.generation(said)
+        prompts = [self._prompt(text, room=self.max_length - settings.max_new_tokens) for text in contexts]
         order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n].ids))
         made = self.ask("generate", (settings, [prompts[n] for n in order]))
         texts = {
@@ -124,16 +115,30 @@ class HarnessModel(TemplateLM):
         }
         return [postprocess_generated_text(texts[n], until, None) for n in range(len(prompts))]
 
-    def _settings(self, words: dict[str, Any], **known: Any) -> GenerateConfig:
-        samples = words.pop("do_sample")
-        temperature = float(words.pop("temperature", 1.0)) if samples else 0.0
-        known |= {"top_k": int(words.pop("top_k", 0)), "top_p": float(words.pop("top_p", 1.0))}
-        if words:
-            raise StopRun(
-                f"a task asks for generation_kwargs {', '.join(sorted(words))}, which are not known here; known are "
-                "until, max_gen_toks, do_sample, temperature, top_k and top_p"
+    def generation(self, said: Mapping[str, Any]) -> tuple[GenerateConfig, list[str]]:
+        """(settings, texts that end an answer) of a task's generation_kwargs. ValueError for those not known here."""
+        words = dict(normalize_gen_kwargs(dict(said), LONGEST_ANSWER))
+        until = handle_stop_sequences(words.pop("until"), eos=self.tokenizer.decode(self.eot_token_id))
+        longest = int(words.pop("max_gen_toks"))
+        if longest >= self.max_length:
+            raise ValueError(
+                f"generates {longest} tokens, and the model sees {self.max_length} at once: no room for a question; "
+                "set max_gen_toks in generation_kwargs of its file"
             )
-        return replace(self.settings, temperature=temperature, **known)
+        samples, temperature = words.pop("do_sample"), float(words.pop("temperature", 1.0))
+        top_k, top_p = int(words.pop("top_k", 0)), float(words.pop("top_p", 1.0))
+        if words.get("num_beams") == 1:
+            del words["num_beams"]
+        if words:
+            raise ValueError(
+                f"asks for generation_kwargs {', '.join(f'{key}={words[key]}' for key in sorted(words))}, not known "
+                "here; known are until, max_gen_toks, do_sample, temperature, top_k, top_p and num_beams=1"
+            )
+        settings = replace(
+            self.settings, stop=[text for text in until if text], max_new_tokens=longest, top_k=top_k, top_p=top_p,
+            temperature=temperature if samples else 0.0,
+        )  # fmt: skip
+        return settings, until
 
     def _prompt(self, text: str, *, room: int) -> Prompt:
         begin = self.tokenizer.bos_token

@@ -53,7 +53,8 @@ def run(config: Config, plan: ParallelPlan) -> int:
         corpus = prepare_corpus(
             data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective, progress=announce
         )
-        require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+        if not wanted:  # Megatron's files know neither batch nor sequence length
+            require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
         announce(table(corpus) if data.format is DataFormat.text else conversation_table(corpus))
         for written in write_corpus(corpus, places):
             announce(written.line())

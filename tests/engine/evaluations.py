@@ -89,7 +89,8 @@ CHOICE: dict[str, Any] = dict(
 )  # fmt: skip
 ANSWER: dict[str, Any] = dict(
     output_type="generate_until", doc_to_text="Q: {{q}}\nA:", doc_to_target="{{choices[0]}}", fewshot_split="test",
-    generation_kwargs={"until": ["e", "\n\n"], "max_gen_toks": 14}, metric_list=[{"metric": "exact_match"}],
+    generation_kwargs={"until": ["e", "\n\n"], "max_gen_toks": 14, "do_sample": False, "temperature": 0.0},
+    metric_list=[{"metric": "exact_match"}],
 )  # fmt: skip
 LIKELY: dict[str, Any] = dict(
     output_type="loglikelihood", doc_to_text="{{q}}", doc_to_target="{{a}}", num_fewshot=0,
