@@ -5,6 +5,9 @@ BIN := .venv/bin
 CLUSTER_PACKAGES := openssh-server openssh-client pdsh openmpi-bin iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
+# Tests that start no ranks run two at a time; the others want both cores, or watch a clock.
+TWO_AT_A_TIME := tests/conf tests/corpus tests/parallel tests/recipes tests/telemetry
+NOT_SLOW := not slow and not gpu and not cluster
 
 .PHONY: train test test-all test-gpu cluster-test check benchmark clean
 
@@ -12,7 +15,8 @@ train: $(DONE)
 	launch/local.sh recipes/pretrain.py experiment=stdlib_tp2_pp2
 
 test: $(DONE)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not cluster"
+	$(BIN)/python -m pytest -m "$(NOT_SLOW)" -n 2 $(TWO_AT_A_TIME)
+	$(BIN)/python -m pytest -m "$(NOT_SLOW)" $(addprefix --ignore=,$(TWO_AT_A_TIME))
 
 test-all: $(DONE)
 	$(BIN)/python -m pytest -m "not gpu and not cluster"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from omegaconf import OmegaConf
@@ -53,12 +54,17 @@ def typed(given: Mapping[str, Any]) -> tuple[dict[str, AlertRule], list[str]]:
         found = [*_unknown(AlertRule, values, key)] or [*_missing(values, key, [one for one in given if one != name])]
         if not found:
             try:
-                rules[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlertRule), values))  # type: ignore[assignment]
+                rules[name] = OmegaConf.to_object(OmegaConf.merge(_schema(), values))  # type: ignore[assignment]
             except OmegaConfBaseException as error:
                 line = str(error).splitlines()[0]
                 found = [f"{key}.{error.full_key}: {line}" if error.full_key else f"{key}: {line}"]
         problems += found
     return rules, problems
+
+
+@cache
+def _schema() -> Any:
+    return OmegaConf.structured(AlertRule)
 
 
 def _unknown(kind: type, values: Mapping[str, Any], key: str) -> Iterator[str]:

@@ -12,6 +12,15 @@ class Family(str, Enum):
     qwen2 = "qwen2"
     qwen3 = "qwen3"
     gpt_neox = "gpt_neox"
+    bert = "bert"
+    megatron_bert = "megatron_bert"
+
+
+class Objective(str, Enum):
+    """What is learnt: the next token (causal), or tokens that were masked."""
+
+    clm = "clm"
+    mlm = "mlm"
 
 
 class Activation(str, Enum):
@@ -79,6 +88,15 @@ class DataFormat(str, Enum):
 class BadLine(str, Enum):
     fail = "fail"
     skip = "skip"
+
+
+class EvaluateTask(str, Enum):
+    """What recipes/evaluate.py computes."""
+
+    loss = "loss"
+    wikitext = "wikitext"
+    lambada = "lambada"
+    harness = "harness"
 
 
 class OnBadStep(str, Enum):

@@ -17,6 +17,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,29 +39,37 @@ from conf.load import ConfigError, range_problems, typed
 from conf.model_folders import expanded
 from conf.profile_windows import profile_problems
 from conf.schema import Config
+from conf.weight_sources import with_source
 from parallel import placement, rules
+from parallel.forward_only import forward_only
 from parallel.hardware import device_kind
 from parallel.plan import ParallelPlan
 
 Entry = Callable[[Config, ParallelPlan], int | None]
 EXIT_CONFIG = 2
+NO_SOURCE = "initialize_from has no value; name the weights: a run, a checkpoint, an imported folder, or transformers'"
 
 
-def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None) -> None:
+def main(entry: Entry, *, ranks: Callable[[Config], int] | None = None, trains: bool = True) -> None:
     """Run the recipe on this rank and exit with its code (None is 0); 2 for a bad config, 130 for Ctrl-C.
 
-    ranks: how many the plan is for, where they are not those that run now.
+    ranks: how many the plan is for, where they are not those that run now. trains: False for a recipe that runs the
+    weights of `initialize_from`, whose model then is the default (`conf.weight_sources`, `parallel.forward_only`).
     """
 
     def planned(config: Config, world_size: int) -> int:
         world_size = world_size if ranks is None else ranks(config)
         device = device_kind()
+        if not trains:
+            if not config.initialize_from:
+                raise ConfigError([NO_SOURCE])
+            config = forward_only(config, world_size=world_size)
         require_plan(config, world_size=world_size, device=device)
         share_cores(device)
         plan = ParallelPlan.from_config(config, world_size, device=device)
         return entry(config, replace(plan, warnings=(*plan.warnings, *placement.warnings(config, plan)))) or 0
 
-    _run(planned)
+    _run(planned, spelled_out if trains else lambda words: spelled_out(with_source(words, device=device_kind)))
 
 
 def require_plan(config: Config, *, world_size: int, device: str | None) -> None:
@@ -80,15 +89,15 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
             raise ConfigError(problems)
         return 0 if world()[0] > 0 else entry(config) or 0  # started on many ranks, one of them answers
 
-    _run(unplanned)
+    _run(unplanned, spelled_out)
 
 
-def _run(task: Callable[[Config, int], int]) -> NoReturn:
+def _run(task: Callable[[Config, int], int], expand: Callable[[Sequence[str]], list[str]]) -> NoReturn:
     interrupts.as_usual()
     argv = without_launcher_arguments(sys.argv[1:])
     sys.argv[1:] = argv
     try:
-        code = _main(task, argv)
+        code = _main(task, argv, expand)
     except ConfigError as error:
         code = refuse(error.problems)
     except KeyboardInterrupt:
@@ -169,12 +178,17 @@ def require_own_store() -> None:
         )  # fmt: skip
 
 
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """prompt=TEXT and model=FOLDER as the knobs that they stand for. Raises ConfigError."""
+    return expanded(overrides.with_prompts(arguments))
+
+
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
     """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
 
     config_dir: a folder of more YAML groups.
     """
-    arguments = expanded(arguments)
+    arguments = spelled_out(arguments)
     folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
     if problems:
@@ -188,17 +202,18 @@ def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -
         raise ConfigError([overrides.explain(error)]) from None
 
 
+@cache
 def register() -> None:
     """Tell Hydra the schema that config.yaml builds on."""
     ConfigStore.instance().store("config_schema", Config)
 
 
-def _main(task: Callable[[Config, int], int], argv: Sequence[str]) -> int:
+def _main(task: Callable[[Config, int], int], argv: Sequence[str], expand: Callable[[Sequence[str]], list[str]]) -> int:
     rank, world_size = world()
     require_own_store()
-    argv = expanded(argv)
-    sys.argv[1:] = argv
+    argv = expand(argv)
     flags = parse_flags(argv)
+    sys.argv[1:] = [word for word in argv if word not in flags.overrides] + flags.overrides  # as Hydra wants them
     asks = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if asks and rank > 0:
         return 0

@@ -23,9 +23,13 @@ ON_RANKS = """\
 deepspeed --num_gpus 8 {script} model=llama_8b parallel=tp4_pp2 zero=stage1 train.lr=3e-4
 {launcher} -n 4 {script} experiment=stdlib_tp2_pp2
 python {script} model=llama_tiny                       one rank"""
-ALONE = {  # recipes that are started as one process
+ITS_OWN = {  # recipes whose calls are not a training's
+    "evaluate.py": """\
+deepspeed --num_gpus 4 {script} initialize_from=runs/EXPERIMENT/ID parallel=tp2_pp2
+python {script} initialize_from=FOLDER evaluate.wikitext=[wiki.test.tokens] evaluate.lambada=[test.jsonl]""",
     "plan.py": "python {script} model=llama_70b cluster=dgx_h100 cluster.nodes=8 train.global_batch_size=1024",
     "promote.py": "python {script} profile=tp2_pp2 model=llama_tiny promote.dry_run=true",
+    "generate.py": 'python {script} initialize_from=RUN prompt="def main(" generate.temperature=0.8',
     "benchmark.py": "python {script} benchmark.plans=[tp2,pp2]",
 }
 
@@ -33,7 +37,7 @@ ALONE = {  # recipes that are started as one process
 def page(script: str) -> str:
     """The whole text; `script` as it was called."""
     launcher = os.path.relpath(CONF.parent / "launch" / "local.sh")
-    examples = ALONE.get(Path(script).name, ON_RANKS).format(script=script, launcher=launcher)
+    examples = ITS_OWN.get(Path(script).name, ON_RANKS).format(script=script, launcher=launcher)
     lines = [INTRODUCTION.format(script=script, examples=textwrap.indent(examples, " " * 4))]
     for group, names in options().items():
         lines.append(textwrap.fill(", ".join(names), 116, initial_indent=f"  {group:<12} ", subsequent_indent=" " * 15))

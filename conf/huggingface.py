@@ -12,78 +12,23 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from conf.schema import Activation, Family, ModelConfig
-from parallel.architecture import CHOSEN, FULL, SLIDING, problems, rope_kind
+from conf.huggingface_keys import WITHOUT_EFFECT, Keys, activation
+from conf.schema import Family, ModelConfig
+from parallel.architecture import BIDIRECTIONAL, CHOSEN, FULL, SLIDING, problems, rope_kind
 
 CONFIG = "config.json"
-# What says nothing about the numbers of a causal language model: where it comes from, its heads for other tasks, how it
-# is run, token ids that generation begins and ends with, and the defaults of generation that old versions kept here.
-_ASIDE = """
-    _name_or_path architectures transformers_version dtype torch_dtype model_type name_or_path
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id
-    id2label label2id num_labels problem_type task_specific_params finetuning_task tokenizer_class prefix
-    classifier_dropout summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    use_cache output_attentions output_hidden_states return_dict torchscript use_bfloat16 chunk_size_feed_forward
-    _attn_implementation attn_implementation _attn_implementation_autoset gradient_checkpointing is_decoder
-    tie_encoder_decoder cross_attention_hidden_size pretraining_tp n_ctx tf_legacy_loss
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    attention_probs_dropout_prob hidden_dropout_prob
-"""
-WITHOUT_EFFECT = frozenset(_ASIDE.split())
 # What must be off: each would compute something else, or hold other weights.
 OFF = (
     "is_encoder_decoder", "add_cross_attention", "pruned_heads", "quantization_config", "auto_map", "use_mrope",
     "rope_interleaved", "num_experts", "num_local_experts", "compression_config",
 )  # fmt: skip
-ACTIVATIONS = {
-    "gelu_new": Activation.gelu_tanh, "gelu_pytorch_tanh": Activation.gelu_tanh, "gelu_fast": Activation.gelu_tanh,
-    "gelu": Activation.gelu, "relu": Activation.relu, "silu": Activation.silu, "swish": Activation.silu,
-}  # fmt: skip
 HEADS = {
     Family.gpt2: "GPT2LMHeadModel", Family.llama: "LlamaForCausalLM", Family.mistral: "MistralForCausalLM",
     Family.qwen2: "Qwen2ForCausalLM", Family.qwen3: "Qwen3ForCausalLM", Family.gpt_neox: "GPTNeoXForCausalLM",
+    Family.bert: "BertForMaskedLM", Family.megatron_bert: "MegatronBertForMaskedLM",
 }  # fmt: skip
 
-
-class _Keys:
-    """The keys of one config.json, each asked for once, and what is wrong with them."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config, self.asked = config, set(WITHOUT_EFFECT)
-        self.wrong: list[str] = []
-
-    def get(self, key: str, default: Any) -> Any:
-        self.asked.add(key)
-        return self.config.get(key, default)
-
-    def number(self, key: str, default: int | float | None) -> Any:
-        value = self.get(key, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            self.wrong.append(f"{key}={json.dumps(value)} is not a number")
-            return default
-        return value
-
-    def count(self, key: str, default: int | None) -> Any:
-        value = self.number(key, default)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            self.wrong.append(f"{key}={value} is not a whole number of 1 or more")
-            return default
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            self.wrong.append(f"{key}={json.dumps(value)} is neither true nor false")
-        return bool(value)
-
-    def must_be(self, key: str, *allowed: Any) -> None:
-        """The first of `allowed` is the default."""
-        value = self.get(key, allowed[0])
-        if value not in allowed:
-            self.wrong.append(f"{key}={json.dumps(value)} is not supported; {json.dumps(allowed[0])} is")
+MODEL_TYPES = {family: family.value.replace("megatron_bert", "megatron-bert") for family in Family}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -107,8 +52,8 @@ def model_of(config: Mapping[str, Any], *, name: str, ignored: Iterable[str] = (
     kind = config.get("model_type")
     if kind not in READERS:
         raise ValueError(f"model_type={json.dumps(kind)} is not supported; supported: {', '.join(READERS)}")
-    family = Family(kind)
-    keys = _Keys(config)
+    family = Family(kind.replace("-", "_"))
+    keys = Keys(config)
     keys.asked |= set(ignored)
     values = READERS[kind](keys, family)
     _nothing_else(keys, family)
@@ -121,14 +66,16 @@ def model_of(config: Mapping[str, Any], *, name: str, ignored: Iterable[str] = (
     return model
 
 
-def _nothing_else(keys: _Keys, family: Family) -> None:
+def _nothing_else(keys: Keys, family: Family) -> None:
     """What must be off is, the weights are a language model's, and no key is left that nobody has asked for."""
     for key in OFF:
         if keys.get(key, None) not in (None, False, {}, []) and key not in WITHOUT_EFFECT:
             keys.wrong.append(f"{key} is not supported")
     classes = keys.config.get("architectures") or [HEADS[family]]
-    base = HEADS[family].replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
-    if not set(classes) <= {HEADS[family], base}:
+    allowed = {HEADS[family], HEADS[family].replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")}
+    if family in BIDIRECTIONAL:
+        allowed.add(HEADS[family].replace("ForMaskedLM", "ForPreTraining"))  # with next-sentence prediction beside
+    if not set(classes) <= allowed:
         keys.wrong.append(f"architectures={json.dumps(classes)} is not supported; {HEADS[family]} is")
     keys.wrong += [
         f"{key} is not known, and so may matter; recipes/convert.py import --ignore {key} says that it does not"
@@ -136,7 +83,7 @@ def _nothing_else(keys: _Keys, family: Family) -> None:
     ]
 
 
-def _gpt2(keys: _Keys, family: Family) -> dict[str, Any]:
+def _gpt2(keys: Keys, family: Family) -> dict[str, Any]:
     keys.must_be("scale_attn_weights", True)
     keys.must_be("scale_attn_by_inverse_layer_idx", False)
     keys.must_be("reorder_and_upcast_attn", False)
@@ -154,20 +101,20 @@ def _gpt2(keys: _Keys, family: Family) -> dict[str, Any]:
         "tie_word_embeddings": keys.flag("tie_word_embeddings", True),
         "norm_epsilon": keys.number("layer_norm_epsilon", 1e-5), "hidden_dropout": dropout,
         "attention_dropout": keys.number("attn_pdrop", 0.1), "init_std": keys.number("initializer_range", 0.02),
-        "activation": _activation(keys, "activation_function", "gelu_new"),
+        "activation": activation(keys, "activation_function", "gelu_new"),
     }  # fmt: skip
 
 
-def _gpt_neox(keys: _Keys, family: Family) -> dict[str, Any]:
+def _gpt_neox(keys: Keys, family: Family) -> dict[str, Any]:
     return _shared(keys, family) | {
         "norm_epsilon": keys.number("layer_norm_eps", 1e-5), "hidden_dropout": keys.number("hidden_dropout", 0.0),
-        "activation": _activation(keys, "hidden_act", "gelu"),
+        "activation": activation(keys, "hidden_act", "gelu"),
         "parallel_residual": keys.flag("use_parallel_residual", True),
         "attention_bias": keys.flag("attention_bias", True),
     }  # fmt: skip
 
 
-def _llama(keys: _Keys, family: Family) -> dict[str, Any]:
+def _llama(keys: Keys, family: Family) -> dict[str, Any]:
     """Llama, and those that have its names."""
     values = _shared(keys, family)
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
@@ -187,7 +134,30 @@ def _llama(keys: _Keys, family: Family) -> dict[str, Any]:
     return values
 
 
-def _some_windows(keys: _Keys, layers: int) -> dict[str, Any]:
+def _bert(keys: Keys, family: Family) -> dict[str, Any]:
+    """BERT, and Megatron's."""
+    keys.asked |= {key for key in keys.config if key.startswith("pooler_")} | {"directionality"}  # no pooler here
+    keys.must_be("position_embedding_type", "absolute")
+    keys.must_be("is_decoder", False)  # it would be causal
+    default = DEFAULTS[family]
+    return {
+        "vocab_size": keys.count("vocab_size", default["vocab_size"]),
+        "hidden_size": keys.count("hidden_size", default["hidden_size"]),
+        "num_layers": keys.count("num_hidden_layers", default["num_hidden_layers"]),
+        "num_attention_heads": keys.count("num_attention_heads", default["num_attention_heads"]),
+        "ffn_hidden_size": keys.count("intermediate_size", default["intermediate_size"]),
+        "max_position_embeddings": keys.count("max_position_embeddings", default["max_position_embeddings"]),
+        "type_vocab_size": keys.count("type_vocab_size", 2),
+        "tie_word_embeddings": keys.flag("tie_word_embeddings", True),
+        "norm_epsilon": keys.number("layer_norm_eps", 1e-12),
+        "hidden_dropout": keys.number("hidden_dropout_prob", 0.1),
+        "attention_dropout": keys.number("attention_probs_dropout_prob", 0.1),
+        "init_std": keys.number("initializer_range", 0.02),
+        "activation": activation(keys, "hidden_act", "gelu"),
+    }
+
+
+def _some_windows(keys: Keys, layers: int) -> dict[str, Any]:
     """Qwen's: none, or a window in the blocks from max_window_layers on, or in those that layer_types names."""
     window = keys.count("sliding_window", 4096)
     first = keys.number("max_window_layers", 28)
@@ -222,10 +192,18 @@ DEFAULTS: dict[Family, dict[str, Any]] = {
         vocab_size=50432, hidden_size=6144, intermediate_size=24576, max_position_embeddings=2048,
         num_hidden_layers=44, num_attention_heads=64,
     ),
+    Family.bert: dict(
+        vocab_size=30522, hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12,
+        max_position_embeddings=512,
+    ),
+    Family.megatron_bert: dict(
+        vocab_size=29056, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
+        max_position_embeddings=512,
+    ),
 }  # fmt: skip
 
 
-def _shared(keys: _Keys, family: Family) -> dict[str, Any]:
+def _shared(keys: Keys, family: Family) -> dict[str, Any]:
     """What GPT-NeoX and Llama's relatives call alike."""
     default = {"num_hidden_layers": 32, "num_attention_heads": 32} | DEFAULTS[family]
     positions = keys.count("max_position_embeddings", default["max_position_embeddings"])
@@ -243,7 +221,7 @@ def _shared(keys: _Keys, family: Family) -> dict[str, Any]:
     }
 
 
-def _rope(keys: _Keys, family: Family, positions: int) -> dict[str, Any]:
+def _rope(keys: Keys, family: Family, positions: int) -> dict[str, Any]:
     """rope_theta and rope_scaling as transformers wrote them before version 5, or its rope_parameters."""
     neox = family is Family.gpt_neox
     theta, share = keys.number("rope_theta", None), keys.number("partial_rotary_factor", None)
@@ -278,13 +256,7 @@ def _rope(keys: _Keys, family: Family, positions: int) -> dict[str, Any]:
     return found | ({"rotary_fraction": share} if neox else {})
 
 
-def _activation(keys: _Keys, key: str, default: str) -> Activation | None:
-    name = keys.get(key, default)
-    if name not in ACTIVATIONS:
-        keys.wrong.append(f"{key}={json.dumps(name)} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS.get(name)
-
-
-READERS: dict[str, Callable[[_Keys, Family], dict[str, Any]]] = {
+READERS: dict[str, Callable[[Keys, Family], dict[str, Any]]] = {
     "gpt2": _gpt2, "llama": _llama, "mistral": _llama, "qwen2": _llama, "qwen3": _llama, "gpt_neox": _gpt_neox,
+    "bert": _bert, "megatron-bert": _bert,
 }  # fmt: skip

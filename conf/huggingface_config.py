@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from conf.huggingface import HEADS
+from conf.huggingface import HEADS, MODEL_TYPES
 from conf.schema import Activation, Family, ModelConfig
-from parallel.architecture import CHOSEN, FULL, SLIDING, windows
+from parallel.architecture import BIDIRECTIONAL, CHOSEN, FULL, SLIDING, windows
 from parallel.sizes import Sizes, sizes
 
 ACTIVATION_NAMES = {
@@ -24,13 +24,15 @@ FREE = ("name", "hidden_dropout", "attention_dropout", "init_std", "make_vocab_s
 def huggingface_config(model: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
     """The content of config.json; `dtype`: of the weights beside it, by torch's name."""
     shared = {
-        "architectures": [HEADS[model.family]], "model_type": model.family.value, "vocab_size": model.vocab_size,
+        "architectures": [HEADS[model.family]], "model_type": MODEL_TYPES[model.family], "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_word_embeddings, "initializer_range": model.init_std, "dtype": dtype,
         "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     size = sizes(model)
     if model.family is Family.gpt2:
         return shared | _gpt2(model, size)
+    if model.family in BIDIRECTIONAL:
+        return shared | _bert(model, size)
     shared |= {
         "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads, "intermediate_size": size.ffn_hidden_size,
@@ -58,6 +60,17 @@ def _gpt_neox(model: ModelConfig, size: Sizes) -> dict[str, Any]:
         "hidden_act": ACTIVATION_NAMES[parts.activation], "layer_norm_eps": model.norm_epsilon,
         "use_parallel_residual": parts.parallel_residual, "attention_bias": parts.qkv_bias,
         "hidden_dropout": model.hidden_dropout,
+    }  # fmt: skip
+
+
+def _bert(model: ModelConfig, size: Sizes) -> dict[str, Any]:
+    return {
+        "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads, "intermediate_size": size.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings, "type_vocab_size": size.parts.token_types,
+        "hidden_act": ACTIVATION_NAMES[size.parts.activation], "layer_norm_eps": model.norm_epsilon,
+        "hidden_dropout_prob": model.hidden_dropout, "attention_probs_dropout_prob": model.attention_dropout,
+        "pad_token_id": None,  # transformers' own 0 would keep that row of the word table from its gradient
     }  # fmt: skip
 
 
@@ -108,6 +121,7 @@ def _whole(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": (parts["qkv_bias"], parts["out_bias"]), "rotary_fraction": parts["rotary_fraction"],
         "parallel_residual": parts["parallel_residual"], "rope_theta": rope.pop("rope_theta", None),
         "rope_scaling": _filled(rope, model), "sliding_window": windows(model), "layer_types": None,
+        "type_vocab_size": size.parts.token_types,
     }  # fmt: skip
 
 

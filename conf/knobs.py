@@ -131,7 +131,14 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def _sentences() -> dict[tuple[str, str], str]:
     """(class, field) -> the comment on the field's last line."""
-    files = ("schema.py", "recipe_schema.py", "alert_schema.py", "data_schema.py", "lora_schema.py")
+    files = (
+        "schema.py",
+        "recipe_schema.py",
+        "alert_schema.py",
+        "data_schema.py",
+        "lora_schema.py",
+        "evaluate_schema.py",
+    )
     return {key: text for name in files for key, text in _sentences_of(CONF / name).items()}
 
 

@@ -50,7 +50,7 @@ RANGES: dict[Range, str] = {
     POSITIVE: """
         model.vocab_size model.hidden_size model.num_layers model.num_attention_heads model.num_key_value_heads
         model.head_dim model.ffn_hidden_size model.max_position_embeddings model.norm_epsilon model.rope_theta
-        model.init_std model.make_vocab_size_divisible_by model.sliding_window
+        model.init_std model.make_vocab_size_divisible_by model.sliding_window model.type_vocab_size
         parallel.tp parallel.pp parallel.version parallel.recompute_interval
         zero.bucket_size precision.loss_scale_window precision.min_loss_scale
         data.bpe_vocab_size data.sequence_length data.wait_timeout_s data.sources.weight data.sources.max_documents
@@ -64,15 +64,19 @@ RANGES: dict[Range, str] = {
         telemetry.log_interval telemetry.wandb.init_timeout_s
         benchmark.steps benchmark.rounds benchmark.cores
         plan.top promote.ranks promote.layers promote.tolerance promote.memory_limit promote.timeout_s
+        evaluate.batch_size evaluate.sequence_length evaluate.overlapping_eval evaluate.limit
         probe.smallest_message probe.largest_message probe.trials probe.trial_s
+        generate.max_new_tokens generate.num_samples generate.batch_size
     """,
     AT_LEAST_0: """
         precision.initial_loss_scale_power data.num_workers data.sources.eod_id
         optimizer.weight_decay optimizer.clip_grad benchmark.warmup_steps lora.rank
         train.lr_warmup train.eval_interval train.eval_samples train.sample_tokens seed
+        evaluate.harness.num_fewshot
         plan.dry_run checkpoint.interval checkpoint.keep_every cluster.hang_timeout_s telemetry.ranks_interval
         cluster.intra_node.latency_s cluster.inter_node.latency_s cluster.host.latency_s cluster.rates.kernel_s
         cluster.rates.micro_batch_s cluster.rates.step_s
+        generate.temperature generate.top_k generate.seed
     """,
     KEPT: "checkpoint.keep_last",
     ENOUGH: "promote.steps",
@@ -81,7 +85,7 @@ RANGES: dict[Range, str] = {
         model.hidden_dropout model.attention_dropout data.validation_fraction lora.dropout
         optimizer.beta1 optimizer.beta2
     """,
-    PART: "model.rotary_fraction",
+    PART: "model.rotary_fraction generate.top_p",
     UP_TO_1: "train.min_lr_ratio cluster.rates.overlap",
     Range(lambda x: x in (0, 1, 2, 3), "must be 0, 1, 2 or 3"): "zero.stage",
 }
@@ -102,7 +106,8 @@ def typed(cfg: DictConfig) -> Config:
     if missing:
         raise ConfigError([f"{key} has no value; set {key}=..." for key in map(_dotted, missing)])
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), cfg))
+        known = OmegaConf.get_type(cfg) is Config  # as Hydra composes it, after config_schema
+        config = OmegaConf.to_object(cfg if known else OmegaConf.merge(OmegaConf.structured(Config), cfg))
     except OmegaConfBaseException as error:
         raise ConfigError([" ".join(str(error).split())]) from None
     assert isinstance(config, Config)
@@ -183,7 +188,8 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    aside = ("run", "telemetry", "alerts", "benchmark", "promote", "probe", "plan", "prepare", "checkpoint", "resume")
+    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "generate", "evaluate")
+    aside = ("run", "telemetry", "alerts", *recipes, "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -21,6 +21,7 @@ from yaml import MarkedYAMLError
 from conf.knobs import did_you_mean, is_known, knobs, names
 from conf.schema import Config
 
+PROMPT = "prompt="  # recipes/generate.py: a text as it is typed, which Hydra's grammar would read
 # In the words of its lexer and parser: a sign that only quoted text may hold.
 UNQUOTED = ("token recognition error", "mismatched input '='")
 # Of a list or dict: quoted text (1); else an entry, with its key (2), its text (3) and the blanks behind (4).
@@ -142,6 +143,19 @@ def _value_problem(key: str, value: Any, text: str, config: DictConfig) -> str |
     except OmegaConfBaseException as error:
         return f"{text}: {explain(error)}"
     return None
+
+
+def with_prompts(arguments: Sequence[str]) -> list[str]:
+    """The arguments with every prompt=TEXT, whatever it holds, together as generate.prompts=[...]."""
+    prompts = [quoted(word.removeprefix(PROMPT)) for word in arguments if word.startswith(PROMPT)]
+    rest = [word for word in arguments if not word.startswith(PROMPT)]
+    return [*rest, f"generate.prompts=[{','.join(prompts)}]"] if prompts else rest
+
+
+def quoted(text: str) -> str:
+    """A text as a quoted value of Hydra's grammar that reads back as it is, with its quotes, backslashes and ${."""
+    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf's own escape of an interpolation
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), plain) + "'"
 
 
 def explain(error: BaseException) -> str:

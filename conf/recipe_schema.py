@@ -69,3 +69,27 @@ class PrepareConfig:
 
     megatron: Optional[str] = None  # prefix of .bin and .idx files for Megatron-LM, GPT-NeoX and NeMo; null: none
     overwrite: bool = False  # replace such files if they are there
+
+
+@dataclass
+class GenerateConfig:
+    """What recipes/generate.py continues, and how each next token is chosen."""
+
+    prompts: list[str] = field(default_factory=list)  # texts to continue; prompt="..." adds one as it is typed
+    prompts_file: Optional[str] = None  # more of them: .txt (one a line), or rows of prompt or messages (.jsonl, ...)
+    chat: bool = False  # each prompt is a user's message, put into the tokenizer's chat template
+    system: Optional[str] = None  # chat: a system message before each conversation
+    add_bos: Optional[bool] = None  # put the tokenizer's beginning of text first; null: as it does, not for text runs
+    max_new_tokens: int = 128  # longest continuation, in tokens
+    temperature: float = 1.0  # logits are divided by it; 0: always the likeliest token
+    top_k: int = 0  # draw among the k likeliest tokens; 0: all
+    top_p: float = 1.0  # draw among the likeliest tokens that together have this probability; 1: all
+    stop: list[str] = field(default_factory=list)  # texts that end a continuation, and are left out of it
+    ignore_eos: bool = False  # go on after the token that ends a text or a turn
+    num_samples: int = 1  # continuations of each prompt
+    seed: int = 1234  # of the draws; each continuation has its own, whatever stands beside it
+    batch_size: int = 8  # continuations that one replica computes at once
+    use_cache: bool = True  # keep keys and values of earlier tokens; false: compute all again for each token
+    stream: bool = True  # print text as it comes
+    output: Optional[str] = None  # JSONL file with a row a continuation; null: none
+    overwrite: bool = False  # replace that file if it is there

@@ -27,6 +27,7 @@ from conf.choices import (
     Family,
     LRSchedule,
     LRUnit,
+    Objective,
     OnBadStep,
     OnSaveError,
     Order,
@@ -34,10 +35,13 @@ from conf.choices import (
     Schedule,
     WandbMode,
 )
+from conf.choices import EvaluateTask as EvaluateTask
 from conf.data_schema import CorpusSource as CorpusSource
 from conf.data_schema import DataConfig as DataConfig
+from conf.evaluate_schema import EvaluateConfig as EvaluateConfig
 from conf.lora_schema import LoraConfig as LoraConfig
 from conf.recipe_schema import BenchmarkConfig, PlanConfig, PrepareConfig, ProbeConfig, PromoteConfig
+from conf.recipe_schema import GenerateConfig as GenerateConfig
 
 
 @dataclass
@@ -45,7 +49,7 @@ class ModelConfig:
     """What is computed. Sizes are whole-model sizes, before any split."""
 
     name: str = "???"  # a label for logs and tables
-    family: Family = Family.llama  # the kind of block: gpt2, llama, mistral, qwen2, qwen3 or gpt_neox (Pythia)
+    family: Family = Family.llama  # the kind of block: gpt2, llama, ..., bert; megatron_bert: its norms before
     vocab_size: int = 256  # number of real token ids; padding for the tensor axis is derived
     hidden_size: int = 64  # width of the residual stream
     num_layers: int = 4  # transformer blocks
@@ -55,6 +59,7 @@ class ModelConfig:
     ffn_hidden_size: Optional[int] = None  # width of the feed-forward; null: 4 x hidden_size
     max_position_embeddings: int = 1024  # longest sequence the model is built for, in tokens
     tie_word_embeddings: bool = False  # the output head shares the word embedding's weight
+    type_vocab_size: Optional[int] = None  # BERT's token types, of which text has the first; null: the family's own
     norm_epsilon: float = 1e-5  # added to the variance in LayerNorm and RMSNorm
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scaling: Optional[dict[str, Any]] = field(
@@ -264,6 +269,9 @@ class Config:
     promote: PromoteConfig = field(default_factory=PromoteConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
-    seed: int = 1234  # of initial weights, data order and dropout
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    objective: Objective = Objective.clm  # what is learnt: clm, the next token; mlm, tokens that were masked (BERT)
+    seed: int = 1234  # of initial weights, data order, masks and dropout
     resume: str = "never"  # never; auto: the newest unfinished run of the experiment; or the path of a checkpoint
     initialize_from: Optional[str] = None  # weights to start from: a checkpoint, or a transformers folder (safetensors)

@@ -19,14 +19,13 @@ import torch
 if TYPE_CHECKING:
     from parallel.plan import ParallelPlan
 
+from corpus.dataset import IGNORED as IGNORED
 from corpus.dataset import Dataset
-
-IGNORED = -100  # label of a target that does not count
 
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, positions, labels: int64 [B, S]; labels are the next tokens, -100 where they do not count."""
+    """tokens, positions, labels: int64 [B, S]; labels are the next tokens, or those masked; -100: does not count."""
 
     tokens_BS: torch.Tensor
     positions_BS: torch.Tensor
@@ -36,14 +35,10 @@ class Batch:
 def batch(dataset: Dataset, *, indices: Sequence[int], num_filler: int = 0) -> Batch:
     """The samples `indices`, in that order, then `num_filler` copies of sample 0 whose labels are all -100."""
     samples = [dataset.sample(index) for index in indices] + [dataset.sample(0)] * num_filler
-    tokens = np.stack([sample.tokens for sample in samples])
-    labels = tokens[:, 1:].copy()
-    for row, sample in enumerate(samples):
-        if sample.loss_mask is not None:
-            labels[row, ~sample.loss_mask] = IGNORED
+    labels = np.stack([sample.labels for sample in samples])
     labels[len(indices) :] = IGNORED
     positions = np.stack([sample.positions for sample in samples])
-    inputs = np.ascontiguousarray(tokens[:, :-1])
+    inputs = np.stack([sample.inputs for sample in samples])
     return Batch(torch.from_numpy(inputs), torch.from_numpy(positions), torch.from_numpy(labels))
 
 

@@ -70,6 +70,22 @@ class ChatTemplate:
         counted = (span for span, weight in zip(spans, weights, strict=True) if weight and span[0] < span[1])
         return Rendered(text, tuple(counted))
 
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text that an assistant's answer to `messages` follows. Raises RowProblem."""
+        return self._render(messages, add_generation_prompt=True)
+
+    def end_of_turn(self) -> str | None:
+        """The special token that follows an assistant's message; None where the template writes none."""
+        answer = "(an answer)"
+        try:
+            text = self._render(
+                [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": answer}], add_generation_prompt=False
+            )
+        except RowProblem:  # a template may want another first message
+            return None
+        after = text.rpartition(answer)[2].lstrip()
+        return max((token for token in self.tokenizer.special_tokens if after.startswith(token)), key=len, default=None)
+
     def _marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         [text], [spans] = self._rendered(messages, add_generation_prompt=False, return_assistant_tokens_mask=True)
         return text, [(start, stop) for start, stop in spans]

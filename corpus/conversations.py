@@ -68,7 +68,7 @@ def conversation_columns(source: ResolvedSource) -> Columns:
     return Columns(
         ((named.messages_column,), (named.prompt_column, named.completion_column)),
         of_text=False,
-        knobs="messages_column, or prompt_column and completion_column,",
+        knobs="messages_column, or prompt_column and completion_column, of this data.sources entry",
     )
 
 

@@ -1,13 +1,18 @@
-"""The corpus of a config, whatever its rows hold: text (prepare.py) or conversations (prepare_conversations.py)."""
+"""The corpus of a config, whatever its rows hold and whatever is learnt: text (prepare.py; masked: prepare_masked.py)
+or conversations (prepare_conversations.py)."""
 
 from __future__ import annotations
 
-from conf.schema import DataConfig, DataFormat
+from conf.schema import DataConfig, DataFormat, Objective
 from corpus.cache import Progress
 from corpus.prepare import PreparedCorpus, prepare
+from corpus.prepare_masked import prepare_masked
 
 
-def prepare_corpus(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
+def prepare_corpus(
+    data: DataConfig, *, vocab_size: int, seed: int, objective: Objective = Objective.clm,
+    progress: Progress | None = None,
+) -> PreparedCorpus:  # fmt: skip
     """Prepared once, then mapped. ValueError: see `prepare`; and knobs that this format does not know."""
     if data.format is DataFormat.conversations:
         from corpus.prepare_conversations import prepare_conversations  # transformers: seconds that text does without
@@ -19,4 +24,6 @@ def prepare_corpus(data: DataConfig, *, vocab_size: int, seed: int, progress: Pr
     ):  # fmt: skip
         if is_set:
             raise ValueError(f"data.{knob} is for conversations, but data.format=text; set data=chat, or leave it out")
+    if objective is Objective.mlm:
+        return prepare_masked(data, vocab_size=vocab_size, seed=seed, progress=progress)
     return prepare(data, vocab_size=vocab_size, seed=seed, progress=progress)

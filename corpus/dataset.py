@@ -17,6 +17,8 @@ import numpy as np
 from corpus.order import Interleave, order_key, permute
 from corpus.token_file import TokenStream, document_starts
 
+IGNORED = -100  # label of a target that does not count
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -26,13 +28,36 @@ class Sample:
     positions: np.ndarray
     loss_mask: np.ndarray | None
 
+    @property
+    def inputs(self) -> np.ndarray:
+        """[S]: all tokens but the last."""
+        return self.tokens[:-1]
+
+    @property
+    def labels(self) -> np.ndarray:
+        """[S]: the next tokens, IGNORED where they do not count."""
+        return self.tokens[1:] if self.loss_mask is None else np.where(self.loss_mask, self.tokens[1:], IGNORED)
+
+
+class Inputs(Protocol):
+    """A sample as batches need it, int64 [S] each: `Sample`, or one of masked language modelling."""
+
+    @property
+    def inputs(self) -> np.ndarray: ...
+
+    @property
+    def labels(self) -> np.ndarray: ...
+
+    @property
+    def positions(self) -> np.ndarray: ...
+
 
 class Dataset(Protocol):
     """What batches need: `sample` for any index from 0 on, and the number of samples of one epoch."""
 
     sequence_length: int
 
-    def sample(self, index: int) -> Sample: ...
+    def sample(self, index: int) -> Inputs: ...
 
     def __len__(self) -> int: ...
 
@@ -84,20 +109,24 @@ class SampleStream:
 
     def sample(self, index: int) -> Sample:
         size = self.sequence_length
-        start = self.sample_id(index) * size
-        tokens = self.tokens.read(start, start + size + 1)
-        positions = np.arange(size, dtype=np.int64)
-        if not self.mask_documents:
-            return Sample(tokens, positions, None)
-        starts = document_starts(self.tokens, start + 1, start + size + 1) - start
-        if len(starts) == 0:
-            return Sample(tokens, positions, None)
-        loss_mask = np.ones(size, dtype=bool)
-        loss_mask[starts - 1] = False
-        origin = np.zeros(size, dtype=np.int64)
-        inside = starts[starts < size]
-        origin[inside] = inside
-        return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
+        return window(self.tokens, self.sample_id(index) * size, size, mask_documents=self.mask_documents)
+
+
+def window(stream: TokenStream, start: int, size: int, *, mask_documents: bool) -> Sample:
+    """The sample of `size` inputs from place `start` of a stream on."""
+    tokens = stream.read(start, start + size + 1)
+    positions = np.arange(size, dtype=np.int64)
+    if not mask_documents:
+        return Sample(tokens, positions, None)
+    starts = document_starts(stream, start + 1, start + size + 1) - start
+    if len(starts) == 0:
+        return Sample(tokens, positions, None)
+    loss_mask = np.ones(size, dtype=bool)
+    loss_mask[starts - 1] = False
+    origin = np.zeros(size, dtype=np.int64)
+    inside = starts[starts < size]
+    origin[inside] = inside
+    return Sample(tokens, positions - np.maximum.accumulate(origin), loss_mask)
 
 
 class Stream(Dataset, Protocol):
@@ -133,7 +162,7 @@ class Blend:
         source, place = self.interleave.place(index)
         return source, self.streams[source].sample_id(place)
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> Inputs:
         if index < 0:
             raise ValueError(f"sample index {index} must not be negative")
         source, place = self.interleave.place(index)
@@ -174,7 +203,7 @@ class PassedOver:
         self.dataset, self.ranges = dataset, ranges
         self.sequence_length = dataset.sequence_length
 
-    def sample(self, index: int) -> Sample:
+    def sample(self, index: int) -> Inputs:
         return self.dataset.sample(passed_over_place(index, self.ranges))
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ from typing import IO
 import numpy as np
 
 from corpus.dataset import SampleStream
+from corpus.masked_stream import MaskedStream
 from corpus.megatron_index import MMAP_MAGIC
 from corpus.prepare import PreparedCorpus
 from corpus.token_file import TokenStream
@@ -62,7 +63,7 @@ def write_corpus(corpus: PreparedCorpus, places: dict[tuple[str, int], Path]) ->
         blend = corpus.train if split == "train" else corpus.validation
         assert blend is not None
         stream = blend.streams[number]
-        assert isinstance(stream, SampleStream), "conversations are refused before"
+        assert isinstance(stream, (SampleStream, MaskedStream)), "conversations are refused before"
         tokens = stream.tokens
         _write(tokens, base, dtype)
         yield Written(base, len(tokens.ends), len(tokens), dtype.name)

@@ -64,14 +64,7 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
 
     ValueError: bad settings, bad or too little text, a tokenizer with more ids than vocab_size.
     """
-    check(data)
-    tell: Progress = progress or (lambda line: None)
-    resolved = [resolve(source) for source in data.sources]
-    tokenizer = _tokenizer(data, resolved, tell)
-    require_vocabulary(tokenizer, vocab_size=vocab_size)
-    opened = [
-        _source(source, data=data, tokenizer=tokenizer, vocab_size=vocab_size, progress=tell) for source in resolved
-    ]
+    resolved, tokenizer, opened = tokenised(data, vocab_size=vocab_size, progress=progress or (lambda line: None))
     train = _blend(opened, resolved, data=data, seed=seed, split="train")
     held_out = data.validation_fraction > 0
     validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if held_out else None
@@ -83,6 +76,20 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
     # Of Megatron data the tables depend on where documents lie in the file, its content does not.
     identity += [[source.weight, source.manifest.get("content", source.manifest["files"])] for source in sources]
     return PreparedCorpus(train, validation, tokenizer, sources, digest_of(identity))
+
+
+def tokenised(
+    data: DataConfig, *, vocab_size: int, progress: Progress
+) -> tuple[list[ResolvedSource], Tokenizer, list[tuple[Path, dict[str, Any]]]]:
+    """(sources, tokenizer, each source's folder of token files and its manifest); ValueError as `prepare`."""
+    check(data)
+    resolved = [resolve(source) for source in data.sources]
+    tokenizer = _tokenizer(data, resolved, progress)
+    require_vocabulary(tokenizer, vocab_size=vocab_size)
+    opened = [
+        _source(source, data=data, tokenizer=tokenizer, vocab_size=vocab_size, progress=progress) for source in resolved
+    ]
+    return resolved, tokenizer, opened
 
 
 def check(data: DataConfig) -> None:
@@ -185,7 +192,7 @@ def _blend(
 ) -> Blend:
     streams = [
         SampleStream(
-            _tokens(source, folder, manifest, split=split),
+            token_stream(source, folder, manifest, split=split),
             sequence_length=data.sequence_length,
             seed=seed,
             number=number,
@@ -198,7 +205,8 @@ def _blend(
     return Blend(streams, weights=[source.source.weight for source in resolved])
 
 
-def _tokens(source: ResolvedSource, folder: Path, manifest: dict[str, Any], *, split: str) -> TokenStream:
+def token_stream(source: ResolvedSource, folder: Path, manifest: dict[str, Any], *, split: str) -> TokenStream:
+    """The documents of one split of a prepared source."""
     if source.kind != "megatron":
         return TokenFile.open(folder, split=split, dtype=manifest["dtype"])
     ids = map_array(Path(source.files[1].path), np.dtype(manifest["dtype"]))

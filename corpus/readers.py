@@ -65,10 +65,15 @@ class Tally:
         return counts | {"duplicates": self.duplicates.number, "duplicates_of_every": self.duplicates.every}
 
 
-def documents(source: ResolvedSource, *, bad_lines: BadLine, tally: Tally) -> Iterator[Document]:
-    """The documents of `source` in order, counted in `tally`. ValueError with file and row where a row is broken."""
+def documents(
+    source: ResolvedSource, *, bad_lines: BadLine, tally: Tally, columns: Columns | None = None
+) -> Iterator[Document]:
+    """The documents of `source` in order, counted in `tally`. ValueError with file and row where a row is broken.
+
+    columns: in place of the source's text_column.
+    """
     limit = source.source.max_documents
-    for row in rows(source, Columns(((source.source.text_column,),)), tally):
+    for row in rows(source, columns or Columns(((source.source.text_column,),)), tally):
         if limit is not None and tally.documents >= limit:
             return
         tally.rows += 1

@@ -28,7 +28,7 @@ class Columns:
 
     alternatives: tuple[tuple[str, ...], ...]
     of_text: bool = True
-    knobs: str = "text_column"
+    knobs: str = "text_column of this data.sources entry"
 
     def chosen(self, names: Iterable[str]) -> tuple[str, ...]:
         """The alternative that a row with these columns is read by; empty where there is none."""
@@ -46,4 +46,4 @@ class Columns:
         """That a file has none of them, in words."""
         wanted = ", or ".join(" and ".join(map(repr, one)) for one in self.alternatives)
         present = ", ".join(map(str, names)) or "none"
-        return f"{path}: no column {wanted}; it has {present}: set {self.knobs} of this data.sources entry"
+        return f"{path}: no column {wanted}; it has {present}: set {self.knobs}"

@@ -60,8 +60,8 @@ class ResolvedSource:
         return hashlib.sha256(json.dumps([self.kind, what, listing], sort_keys=True).encode()).hexdigest()
 
 
-def resolve(source: CorpusSource) -> ResolvedSource:
-    """Finds the files of `source`; ValueError where there are none or they cannot be read."""
+def resolve(source: CorpusSource, *, knob: str = "data.sources") -> ResolvedSource:
+    """Finds the files of `source`; ValueError, which names the knob, where there are none or they cannot be read."""
     path = source.path
     place = Path(path).expanduser()
     prefix = _megatron_prefix(place)
@@ -81,13 +81,13 @@ def resolve(source: CorpusSource) -> ResolvedSource:
         if not found:
             indexed = sorted(place.rglob("*.idx"))
             hint = f"; Megatron data goes by its prefix: {str(indexed[0])[:-4]}" if indexed else ""
-            raise ValueError(f"data.sources path={path}: the folder holds no {_known()} file{hint}")
+            raise ValueError(f"{knob} path={path}: the folder holds no {_known()} file{hint}")
     elif place.is_file():
         found = [str(place)]
     else:
         found = sorted(name for name in glob.glob(str(place), recursive=True) if os.path.isfile(name))
         if not found:
-            raise ValueError(f"data.sources path={path}: no file matches (from {Path.cwd()})")
+            raise ValueError(f"{knob} path={path}: no file matches (from {Path.cwd()})")
     return ResolvedSource(path, "files", tuple(_source_file(Path(name)) for name in found), source)
 
 

@@ -42,7 +42,7 @@ def table(corpus: PreparedCorpus) -> str:
     lines = aligned(rows, left=(0, 2))
     tokenizer = corpus.tokenizer
     notes.append(f"tokenizer {tokenizer.name}: {tokenizer.size:,} ids, end of document {tokenizer.eod_id}")
-    return "\n".join(lines + notes)
+    return "\n".join([*lines, *notes, *corpus.notes])
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: Container[int]) -> list[str]:

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Where a tokenizer.json names no end of document, the first of these that it holds is taken.
-END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+END_TOKENS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 LONGEST_RUN = 1000  # characters of a run of one kind that a BPE is trained on
 KINDS = (r"[^\W\d_]", r"\d", r"\s", r"(?:[^\w\s]|_)")  # letters, digits, spaces, marks
 LONG_RUN = re.compile("|".join(f"({kind}{{{LONGEST_RUN}}}){kind}+" for kind in KINDS))
@@ -86,6 +86,14 @@ class FastTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        """token -> id, added tokens included."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """What its tokenizer.json says."""
+        return self._tokenizer.to_str()
 
 
 class SlowTokenizer:

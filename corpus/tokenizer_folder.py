@@ -1,6 +1,7 @@
 """A run's tokenizer as files that transformers' AutoTokenizer loads, for a folder of exported weights.
 
-`byte` is written as a byte-level BPE without merges, whose ids are the same. Not here: encoding (`corpus.tokenizer`).
+`byte` is written as a byte-level BPE without merges, whose ids are the same. Where masks are learnt, `byte` and `bpe`
+get the mask token that they were trained with. Not here: encoding (`corpus.tokenizer`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from conf.schema import DataConfig
+from conf.schema import DataConfig, Objective
+from corpus.mask_tokens import MASK
 from corpus.prepare import bpe_file
 from corpus.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_file
 
@@ -24,7 +26,7 @@ FILES = (
 )  # fmt: skip
 
 
-def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
+def write_tokenizer(data: DataConfig, out: Path, *, objective: Objective = Objective.clm) -> dict[str, Any]:
     """Write data.tokenizer into a folder of weights; the token ids of config.json that go with it.
 
     Raises ValueError where it is not to be found from here.
@@ -32,9 +34,13 @@ def write_tokenizer(data: DataConfig, out: Path) -> dict[str, Any]:
     name = data.tokenizer
     if name == "byte":
         byte_tokenizer().save(str(out / TOKENIZER))
-        return _fast(out, END_OF_DOCUMENT, ByteTokenizer.eod_id)
-    if name == "bpe":
-        return _from_file(bpe_file(data), out, name)
+        ids = _fast(out, END_OF_DOCUMENT, ByteTokenizer.eod_id)
+    elif name == "bpe":
+        ids = _from_file(bpe_file(data), out, name)
+    if name in ("byte", "bpe"):
+        if objective is Objective.mlm:
+            _add_mask(out)
+        return ids
     path = Path(name).expanduser()
     if path.is_file():
         return _from_file(path, out, name)
@@ -61,6 +67,16 @@ def token_ids(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     config = json.loads(path.read_text()) if path.is_file() else {}
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+
+
+def end_ids(folder: Path) -> set[int]:
+    """The tokens that end a text by a folder's generation_config.json and config.json."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ends = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found |= {ends} if isinstance(ends, int) else set(ends or ())
+    return found
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -94,6 +110,15 @@ def _fast(out: Path, ending: str, eod_id: int) -> dict[str, Any]:
     }  # fmt: skip
     (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
     return {"eos_token_id": eod_id}
+
+
+def _add_mask(out: Path) -> None:
+    """The mask as the id after the last, as `corpus.mask_tokens` has it."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / TOKENIZER))
+    tokenizer.add_special_tokens([AddedToken(MASK, special=True, normalized=False)])
+    tokenizer.save(str(out / TOKENIZER))
+    settings = json.loads((out / SETTINGS).read_text()) | {"mask_token": MASK}
+    (out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _from_hub(name: str, out: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ from typing import Any
 
 import xxhash
 
-MANIFEST = "manifest.json"
+from conf.weight_sources import ADAPTER_CONFIG as ADAPTER_CONFIG
+from conf.weight_sources import MANIFEST, WEIGHTS, list_checkpoints
+
 FORMAT = 1
-WEIGHTS = "weights"
-ADAPTER_CONFIG = "adapter_config.json"  # in weights/, where they are adapters: PEFT's
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (WEIGHTS, *MOMENTS)  # folders of a checkpoint: fp32 weights, AdamW's moments
 
@@ -40,16 +39,6 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def partial_path(folder: Path, step: int) -> Path:
     """Where a checkpoint is written before it has its name."""
     return folder / f".step-{step:08d}.partial"
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every complete checkpoint, by number; other names are left alone."""
-    found = []
-    for path in folder.glob("step-*"):
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and (path / MANIFEST).is_file():
-            found.append((int(match[1]), path))
-    return sorted(found)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> str:

@@ -34,11 +34,10 @@ from engine.checkpoint_folder import (
     list_checkpoints,
     partial_path,
     prune,
-    read_manifest,
     set_aside,
     write_manifest,
 )
-from engine.distributed import broadcast, gather
+from engine.distributed import broadcast
 from engine.failure import StopRun
 from engine.held import (
     HostCopy,
@@ -208,7 +207,7 @@ class Checkpoints:
     def load(self, path: Path) -> Progress:
         """Weights, moments and progress of a checkpoint that any plan wrote. Raises DamagedError, on every rank."""
         stored = StoredTensors(path)
-        manifest = self.checked(path, stored)
+        manifest = stored.checked(KINDS)
         if path.name != checkpoint_path(self.folder, manifest["progress"]["step"]).name:
             raise DamagedError(f"checkpoint {path} has another name than its step {manifest['progress']['step']}")
         require_base(path, manifest.get("base"), self.base)
@@ -221,24 +220,6 @@ class Checkpoints:
         if manifest["corpus_fingerprint"] != self.corpus_fingerprint:
             announce("the corpus is not the checkpoint's: sample numbers go on, in other text")
         return Progress.from_plain(manifest["progress"])
-
-    def checked(self, path: Path, stored: StoredTensors, *, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
-        """The manifest, after all ranks together have read every byte of the given folders."""
-        try:
-            answer: dict[str, Any] | DamagedError = read_manifest(path)
-        except DamagedError as error:
-            answer = error
-        manifest = broadcast(answer)
-        if isinstance(manifest, DamagedError):
-            raise manifest
-        rank, ranks = self.session.rank, dist.get_world_size()
-        wanted = tuple(f"{kind}/" for kind in kinds)
-        share = [Checksum(**one) for one in manifest["checksums"][rank::ranks] if one["file"].startswith(wanted)]
-        heads = {file: head for file, head in list(manifest["heads"].items())[rank::ranks] if file.startswith(wanted)}
-        problems = [problem for problem in gather(stored.damage(share, heads=heads)) if problem is not None]
-        if problems:
-            raise DamagedError(f"checkpoint {path} is damaged: {problems[0]}")
-        return manifest
 
     def _meta(self, progress: Progress) -> dict[str, Any]:
         config = self.session.config

@@ -26,6 +26,7 @@ from model.adapters import with_adapters
 from model.layers import build_layer_specs
 from model.tensor_parallel.random import RandomStreams
 from parallel.activations import Kinds, micro_batch
+from parallel.architecture import positions_travel
 from parallel.communication import ledger as communication_ledger
 from parallel.groups import AxisGroup
 from parallel.plan import ParallelPlan
@@ -190,7 +191,7 @@ class _Run:
             self._send((grad,), number, number - 1)
 
     def _input(self, number: int) -> Any:
-        positions = self._ids() if self.config.data.mask_documents else None
+        positions = self._ids() if positions_travel(self.config) else None
         if number == 0:
             return self._ids() if positions is None else (self._ids(), positions)
         batch, length = self.shape
@@ -226,7 +227,7 @@ def _predicted_activations(config: Config, plan: ParallelPlan, pp_rank: int) -> 
     for low, high in (plan.stage_layers[stage] for stage in plan.stages_of(pp_rank)):
         stages.append(kept.stage(min(high, last - 2) - max(low, 1), low == 0, high == last))
     kinds = Kinds(*map(round, map(sum, zip(*stages, strict=True))))
-    return kinds if config.data.mask_documents else kinds._replace(context=kinds.context + round(kept.tables))
+    return kinds if positions_travel(config) else kinds._replace(context=kinds.context + round(kept.tables))
 
 
 def _predicted_collectives(config: Config, plan: ParallelPlan, pp_rank: int) -> dict[Call, int]:

@@ -136,5 +136,5 @@ def leave(code: int) -> None:
 def refuse(error: Exception) -> int:
     """Say what is wrong with the input, once a machine and without a traceback; the exit code to leave with."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
     return EXIT_REFUSED

@@ -39,7 +39,7 @@ def load_weights(checkpoints: Checkpoints, folder: Path) -> None:
     """
     stored = StoredTensors(folder.parent)
     if (folder.parent / MANIFEST).is_file():
-        checkpoints.checked(folder.parent, stored, kinds=(folder.name,))
+        stored.checked((folder.name,))
     model, groups = checkpoints.session.config.model, checkpoints.session.groups
     if checkpoints.base is None:
         boxes = boxes_to_load(checkpoints.trainer, stored_tensors(model), groups)

@@ -28,7 +28,7 @@ from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
 
 META = torch.device("meta")
-KIND_OF_LAYER = {"embedding": "embedding", "final_norm": "norms", "head": "head"}
+KIND_OF_LAYER = {"embedding": "embedding", "final_norm": "norms", "transform": "head", "head": "head"}
 KIND_OF_PART = {"attention": "attention", "mlp": "mlp", "attention_norm": "norms", "mlp_norm": "norms"}
 OPERATIONS = {  # of torch.distributed's dispatcher: our name, which argument is the whole tensor, and which the group
     "c10d::allreduce_": ("all_reduce", 0, 1),

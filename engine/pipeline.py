@@ -34,6 +34,7 @@ from engine.step import StepResult, applied_loss_scale, set_learning_rate, split
 from model.layers import LayerSpec, run_layers
 from model.tensor_parallel.random import RandomStreams
 from model.tensor_parallel.weight_gradients import WeightGradients
+from parallel.architecture import positions_travel
 from parallel.groups import Groups
 from parallel.plan import ParallelPlan
 
@@ -116,7 +117,7 @@ class PipelineTrainer:
     ):
         self.plan = plan
         self.groups = groups
-        self.with_positions = config.data.mask_documents
+        self.with_positions = positions_travel(config)
         self.streams = streams
         self.clip_grad = config.optimizer.clip_grad
         loss_fn = TokenLoss(tensor=groups.tensor, vocab_size=config.model.vocab_size)

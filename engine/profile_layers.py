@@ -1,8 +1,9 @@
 """parallel.stages=profile: each kind of layer measured on the plan's ranks before the stages are built.
 
-One embedding, one block, and final norm, head and loss run forward and backward on one random micro-batch, with the
-real collectives of the tensor axis, all ranks at once; gradients accumulate as they do over micro-batches. Not here:
-the balancing (`parallel.stages`). Sends between stages and the optimizer's step are not measured.
+One embedding, one block, and final norm (BERT: transform), head and loss run forward and backward on one random
+micro-batch, with the real collectives of the tensor axis, all ranks at once; gradients accumulate as they do over
+micro-batches. Not here: the balancing (`parallel.stages`). Sends between stages and the optimizer's step are not
+measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from engine.timing import seconds_together
 from model.block import Block
 from model.layers import LayerSpec, build_layer_specs
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import positions_travel
 from parallel.groups import Groups
 from parallel.plan import ParallelPlan
 from parallel.stages import LayerSeconds
@@ -75,7 +77,7 @@ class _Layers:
         where = device.torch_device
         self.tokens_BS = torch.arange(batch * length, device=where).remainder(vocab).view(batch, length)
         self.positions_BS = None
-        if config.data.mask_documents:
+        if positions_travel(config):
             self.positions_BS = torch.arange(length, device=where).expand(batch, length).contiguous()
         self.loss = TokenLoss(tensor=groups.tensor, vocab_size=vocab)
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from conf.huggingface import CONFIG, model_of, read_config
-from conf.huggingface_config import FREE, model_differences
+from conf.huggingface_config import FREE
 from conf.load import leaves, to_plain
 from conf.schema import Config
 from engine.checkpoint_folder import (
@@ -26,9 +25,8 @@ from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
 from engine.failure import StopRun
 from engine.initial_weights import adapter_folder, load_adapter, load_weights
-from engine.safetensors_files import TensorFolder
 from engine.session import announce
-from engine.weight_folders import open_weights, problems_of
+from engine.weight_folders import require_model
 from parallel.adapters import checkpoint_bytes
 from telemetry.redact import redacted
 from telemetry.run_folder import (
@@ -44,7 +42,7 @@ from telemetry.timeline import Timeline
 
 FREE_OF_LORA = ("dropout", "initialize_from")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
-RECIPES = ("benchmark", "plan", "probe", "promote")
+RECIPES = ("benchmark", "plan", "probe", "promote", "generate", "evaluate")
 ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
 
 
@@ -121,20 +119,7 @@ def _check_weights(config: Config) -> None:
             f"initialize_from={config.initialize_from} holds adapters, no whole weights; merge them into their base "
             "first (recipes/convert.py merge), or set lora.initialize_from and name the base here"
         )
-    try:
-        differences = []
-        if (folder / CONFIG).exists():
-            theirs = model_of(read_config(folder), name=config.model.name)
-            differences = model_differences(theirs, config.model)
-        weights = open_weights(folder)
-        if not isinstance(weights, TensorFolder):
-            raise ValueError(f"{folder} holds no .safetensors file; recipes/convert.py import makes one of its weights")
-        differences += problems_of(weights, config.model)
-    except (ValueError, OSError) as error:
-        lines = str(error).splitlines()
-        raise ValueError("\n".join(f"initialize_from={config.initialize_from}: {line}" for line in lines)) from None
-    if differences:
-        raise ValueError(f"initialize_from={config.initialize_from} is another model: {'; '.join(differences)}")
+    require_model(folder, config.model, said=f"initialize_from={config.initialize_from}")
 
 
 def _newest(config: Config) -> Start:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,6 +34,8 @@ from torch.futures import Future
 
 from corpus.cache import file_digest, sync_folder
 from engine import last_state
+from engine.checkpoint_folder import DamagedError, read_manifest
+from engine.distributed import broadcast, gather
 from engine.safetensors_files import INDEX, Spec, create_file, packed, write_at, write_index
 from model.placement import Box
 
@@ -119,6 +122,26 @@ class StoredTensors:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
+
+    def checked(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """The manifest, after all ranks together have read every byte of the given folders. Called on all ranks alike;
+        raises DamagedError, on all.
+        """
+        try:
+            answer: dict[str, Any] | DamagedError = read_manifest(self.folder)
+        except DamagedError as error:
+            answer = error
+        manifest = broadcast(answer)
+        if isinstance(manifest, DamagedError):
+            raise manifest
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        wanted = tuple(f"{kind}/" for kind in kinds)
+        share = [Checksum(**one) for one in manifest["checksums"][rank::ranks] if one["file"].startswith(wanted)]
+        heads = {file: head for file, head in list(manifest["heads"].items())[rank::ranks] if file.startswith(wanted)}
+        problems = [problem for problem in gather(self.damage(share, heads=heads)) if problem is not None]
+        if problems:
+            raise DamagedError(f"checkpoint {self.folder} is damaged: {problems[0]}")
+        return manifest
 
     def damage(self, checksums: Iterable[Checksum], *, heads: Mapping[str, str]) -> str | None:
         """The first box, or head of a file, that cannot be read or is not what was written, in words; None: all are."""

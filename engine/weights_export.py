@@ -30,6 +30,7 @@ from engine.safetensors_files import DTYPES, Spec, TensorFolder, TensorWriter
 from engine.storage import Checksum, digest_of
 from engine.weights_import import GENERATION, new_folder
 from model.huggingface_names import stored_tensors
+from parallel.objectives import objective_of
 
 SHARD_BYTES = 5_000_000_000  # transformers' own max_shard_size
 CHOICES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -169,7 +170,7 @@ def _write_tokenizer(
         return ids, False
     data = stored.config.data if given is None else dataclasses.replace(stored.config.data, tokenizer=given)
     try:
-        return write_tokenizer(data, out), True
+        return write_tokenizer(data, out, objective=objective_of(stored.config.model.family)), True
     except (ValueError, OSError) as error:
         notes.append(f"no tokenizer: {error}; --tokenizer names where it is")
         return {}, False

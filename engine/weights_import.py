@@ -45,7 +45,7 @@ class Imported:
     model: ModelConfig
     tensors: int
     dtypes: tuple[str, ...]
-    aside: tuple[str, ...]  # tensors of the folder that were left out, being copies or buffers
+    aside: tuple[str, ...]  # tensors of the folder that were left out: copies, buffers, parts for other tasks
     has_tokenizer: bool
 
 

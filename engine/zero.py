@@ -24,6 +24,7 @@ from engine.optimizer import build_optimizer, parameter_groups
 from engine.step import StepResult, applied_loss_scale, model_inputs, set_learning_rate
 from model.layers import LayerSpec, Transformer
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import positions_travel
 from parallel.groups import Groups
 from parallel.plan import ParallelPlan
 
@@ -83,7 +84,7 @@ class ZeroTrainer:
     ):
         self.plan = plan
         self.groups = groups
-        self.with_positions = config.data.mask_documents
+        self.with_positions = positions_travel(config)
         self.loss_fn = TokenLoss(tensor=groups.tensor, vocab_size=config.model.vocab_size)
         model = Transformer(
             specs, recompute=plan.recompute, recompute_interval=plan.recompute_interval, streams=streams

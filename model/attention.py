@@ -1,4 +1,6 @@
-"""Causal self-attention with heads split over the tensor axis, and what the attention layers of a stage share.
+"""Self-attention, causal or in both directions (BERT), and what the attention layers of a stage share.
+
+Heads are split over the tensor axis.
 
 Multi-head, grouped-query (arXiv:2305.13245) and multi-query attention through torch's scaled_dot_product_attention
 (flash kernels where they exist), or `model.blocked_attention` on a CPU in fp32. Packed documents are masked apart, and
@@ -15,13 +17,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from model.blocked_attention import QueryBlock, blocked_attention, plan_blocks
+from model.blocked_attention import QueryBlock, blocked_attention, plan_blocks, plan_whole_blocks
 from model.norm import RMSNorm
 from model.rotary import Rotary, rotate_and_split
 from model.tensor_parallel.linear import RowParallelLinear
@@ -30,29 +33,34 @@ from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
 from parallel.sizes import sizes
 
+if TYPE_CHECKING:
+    from model.kv_cache import CacheStep
+
 
 @dataclass(frozen=True)
 class Visible:
     """Which keys each query sees: `blocks`, the plan of `model.blocked_attention`; None: scaled_dot_product_attention
-    with `mask` [B or 1, 1, S, S] added to the scores (None: causal).
+    with `mask` [B or 1, 1, S, S] added to the scores (None: what is before it where `causal`, else all).
     """
 
     blocks: tuple[QueryBlock, ...] | None
     mask: Tensor | None
+    causal: bool = True
 
 
 @dataclass(frozen=True)
 class AttentionContext:
     """What the blocks of a stage share for one micro-batch: `visible` by sliding window, `cos` and `sin` of Rotary
-    (None: learned positions).
+    (None: learned positions). `cache`: of keys and values, in generation.
     """
 
     visible: Mapping[int | None, Visible]
     cos: Tensor | None
     sin: Tensor | None
+    cache: CacheStep | None = None
 
     def seen(self, window: int | None, length: int) -> Visible:
-        """For a block with this window (None: none) over so many tokens."""
+        """For a block with this window (None: none) over so many keys."""
         return self.visible[None if window is None or window >= length else window]
 
 
@@ -65,15 +73,19 @@ def attention_context(
     blocked: bool,
     device: torch.device,
     dtype: torch.dtype,
+    causal: bool = True,
 ) -> AttentionContext:
     """The context of one micro-batch. `positions_BS` restart at 0 with each document; None: one document, from 0.
 
-    `windows`: of all blocks of the model. Where one hides something, every block gets a mask.
+    `windows`: of all blocks of the model. Where one hides something, every block gets a mask. Not `causal`: a query
+    sees its whole document, and there are no windows.
     """
     if positions_BS is not None and device.type == "cpu" and _one_document(positions_BS):
         positions_BS = None  # on an accelerator the question would make the host wait
     starts_BS = None if positions_BS is None else document_starts(positions_BS)
     cos, sin = (None, None) if rotary is None else rotary(length, positions_BS, device=device, dtype=dtype)
+    if not causal:
+        return AttentionContext({None: document_keys(length, starts_BS, blocked=blocked, dtype=dtype)}, cos, sin)
     kinds = {None if window is None or window >= length else window for window in windows}
     visible = {}
     for window in kinds:
@@ -85,6 +97,19 @@ def attention_context(
     return AttentionContext(visible, cos, sin)
 
 
+def document_keys(length: int, starts_BS: Tensor | None, *, blocked: bool, dtype: torch.dtype) -> Visible:
+    """Every query sees its whole document. `starts_BS`: as `document_starts`; None: one document."""
+    ends_BS = None if starts_BS is None else document_ends(starts_BS)
+    if blocked:
+        return Visible(plan_whole_blocks(length, starts_BS, ends_BS, dtype=dtype), None, causal=False)
+    if starts_BS is None or ends_BS is None:
+        return Visible(None, None, causal=False)
+    index_S = torch.arange(length, device=starts_BS.device)
+    hidden_BSS = (index_S < starts_BS[:, :, None]) | (index_S >= ends_BS[:, :, None])
+    mask_BSS = torch.zeros(hidden_BSS.shape, dtype=dtype, device=starts_BS.device)
+    return Visible(None, mask_BSS.masked_fill_(hidden_BSS, -torch.inf).unsqueeze(1), causal=False)
+
+
 def _one_document(positions_BS: Tensor) -> bool:
     """Whether every sample is one document from its first token on."""
     return bool((positions_BS == torch.arange(positions_BS.shape[1])).all())
@@ -94,6 +119,15 @@ def document_starts(positions_BS: Tensor) -> Tensor:
     """[B, S] index in the sample of the first token of each token's document; a sample may begin inside a document."""
     index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
     return torch.where(positions_BS == 0, index_S, 0).cummax(1).values
+
+
+def document_ends(starts_BS: Tensor) -> Tensor:
+    """[B, S] index in the sample just past the last token of each token's document."""
+    length = starts_BS.shape[1]
+    index_S = torch.arange(length, device=starts_BS.device)
+    last_BS = torch.ones_like(starts_BS, dtype=torch.bool)
+    last_BS[:, :-1] = starts_BS[:, 1:] != starts_BS[:, :-1]
+    return torch.where(last_BS, index_S + 1, length).flip(1).cummin(1).values.flip(1)
 
 
 def lowest_keys(
@@ -194,7 +228,9 @@ class Attention(nn.Module):
             )
         else:
             q, k, v = qkv_BSND.transpose(1, 2).split([heads[0], heads[1], heads[1]], dim=1)
-        seen = context.seen(self.window, length)
+        if context.cache is not None:
+            k, v = context.cache.joined(self, k, v)
+        seen = context.seen(self.window, k.shape[2])
         if seen.blocks is not None:
             out_BSND = blocked_attention(q.contiguous(), k.contiguous(), v.contiguous(), blocks=seen.blocks)
             return out_BSND.view(batch, length, -1)
@@ -204,7 +240,7 @@ class Attention(nn.Module):
             v,
             attn_mask=seen.mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=seen.mask is None,
+            is_causal=seen.mask is None and seen.causal,
             enable_gqa=heads[0] != heads[1],
         )
         return out_BNSD.transpose(1, 2).reshape(batch, length, -1)

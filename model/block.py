@@ -1,7 +1,8 @@
-"""One pre-norm decoder block: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
+"""One pre-norm block: hidden + attention(norm(hidden)), then hidden + mlp(norm(hidden)).
 
-With a parallel residual (GPT-J, GPT-NeoX): hidden + attention(norm(hidden)) + mlp(other norm(hidden)). All families are
-this one block with the parts of `parallel.architecture`. Two all-reduces forward and two backward over the tensor axis,
+With a parallel residual (GPT-J, GPT-NeoX): hidden + attention(norm(hidden)) + mlp(other norm(hidden)). Post-norm (BERT,
+arXiv:1909.08053 figure 7 a): norm(hidden + attention(hidden)), then norm(hidden + mlp(hidden)). All families are this
+one block with the parts of `parallel.architecture`. Two all-reduces forward and two backward over the tensor axis,
 or as many reduce-scatters and all-gathers.
 
 Shapes: B micro-batch, S sequence, H hidden, T tensor ranks.
@@ -48,7 +49,7 @@ class Block(nn.Module):
         """`layer`: its place among the blocks, from 0, where they have different sliding windows."""
         super().__init__()
         self.windows = windows(model)
-        self.parallel_residual = architecture(model).parallel_residual
+        self.parts = architecture(model)
         self.tensor, self.streams, self.rotary = tensor, streams, rotary
         self.sequence_parallel = sequence_parallel and tensor.size > 1
         self.dropout = model.hidden_dropout
@@ -72,9 +73,13 @@ class Block(nn.Module):
         hidden_BSH, positions_BS = x if isinstance(x, tuple) else (x, None)
         if context is None:
             context = self.context(hidden_BSH, positions_BS)
-        added_BSH = self._add(hidden_BSH, self.attention(self.attention_norm(hidden_BSH), context))
-        read_BSH = hidden_BSH if self.parallel_residual else added_BSH
-        hidden_BSH = self._add(added_BSH, self.mlp(self.mlp_norm(read_BSH)))
+        if self.parts.post_norm:
+            hidden_BSH = self.attention_norm(self._add(hidden_BSH, self.attention(hidden_BSH, context)))
+            hidden_BSH = self.mlp_norm(self._add(hidden_BSH, self.mlp(hidden_BSH)))
+        else:
+            added_BSH = self._add(hidden_BSH, self.attention(self.attention_norm(hidden_BSH), context))
+            read_BSH = hidden_BSH if self.parts.parallel_residual else added_BSH
+            hidden_BSH = self._add(added_BSH, self.mlp(self.mlp_norm(read_BSH)))
         return (hidden_BSH, positions_BS) if isinstance(x, tuple) else hidden_BSH
 
     def context(self, hidden_BSH: Tensor, positions_BS: Tensor | None) -> AttentionContext:
@@ -84,8 +89,9 @@ class Block(nn.Module):
         dropout = self.training and self.attention.dropout > 0
         blocked = device.type == "cpu" and dtype in (torch.float32, torch.float64) and not dropout
         return attention_context(
-            length, positions_BS, windows=self.windows, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype
-        )
+            length, positions_BS, windows=self.windows, rotary=self.rotary, blocked=blocked, device=device, dtype=dtype,
+            causal=self.parts.causal,
+        )  # fmt: skip
 
     def _add(self, hidden_BSH: Tensor, branch_BSH: Tensor) -> Tensor:
         branch_BSH = hidden_dropout(

@@ -1,9 +1,10 @@
-"""Causal attention for CPUs in blocks of queries, with packed documents, made of torch's own matrix products.
+"""Attention for CPUs in blocks of queries, with packed documents, made of torch's own matrix products.
 
 The algorithm is FlashAttention's (arXiv:2205.14135, arXiv:2307.08691) with whole rows of keys in place of key tiles: a
-block of queries sees only the keys from the first document it belongs to up to its own end, so neither the upper
-triangle nor other documents cost anything; backward recomputes the probabilities from the kept log-sum-exp. On a CPU in
-fp32 this ran faster than torch's flash kernel, whose inner products do not reach the rate of the matrix library.
+block of queries sees only the keys from the first document it belongs to up to its own end (in both directions: to the
+last document's end), so neither the upper triangle nor other documents cost anything; backward recomputes the
+probabilities from the kept log-sum-exp. On a CPU in fp32 this ran faster than torch's flash kernel, whose inner
+products do not reach the rate of the matrix library.
 Not for accelerators, low precision or attention dropout: scaled_dot_product_attention serves those.
 
 Shapes: B micro-batch, S sequence, N query heads, K key-value heads, G = N/K, D head size.
@@ -21,15 +22,16 @@ QUERIES_PER_BLOCK = 64  # fastest of 64, 128, 256 at S = 512, D = 64: the scores
 
 @dataclass(frozen=True)
 class QueryBlock:
-    """Queries [first, last) see keys [low, last) but where `mask` [B or 1, 1, 1, queries, masked keys] is -inf.
+    """Queries [first, last) see keys [low, stop) but where `mask` [B or 1, 1, 1, queries, masked keys] is -inf.
 
-    The mask covers the last keys only: those before it are all visible.
+    The mask covers the last keys only: those before it are all visible. None: all are.
     """
 
     first: int
     last: int
     low: int
-    mask: Tensor
+    stop: int
+    mask: Tensor | None
 
 
 def plan_blocks(length: int, starts_BS: Tensor | None, *, dtype: torch.dtype) -> tuple[QueryBlock, ...]:
@@ -46,7 +48,29 @@ def plan_blocks(length: int, starts_BS: Tensor | None, *, dtype: torch.dtype) ->
                 keys = torch.arange(low, last)
                 hidden = (keys < mine[..., None]) | (keys > torch.arange(first, last)[:, None])
                 mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
-        blocks.append(QueryBlock(first, last, low, mask))
+        blocks.append(QueryBlock(first, last, low, last, mask))
+    return tuple(blocks)
+
+
+def plan_whole_blocks(
+    length: int, starts_BS: Tensor | None, ends_BS: Tensor | None, *, dtype: torch.dtype
+) -> tuple[QueryBlock, ...]:
+    """The blocks of one micro-batch whose queries see their document's keys [start, end) in both directions.
+
+    `starts_BS`, `ends_BS` (None: one document): of each token's document.
+    """
+    blocks = []
+    for first in range(0, length, QUERIES_PER_BLOCK):
+        last = min(first + QUERIES_PER_BLOCK, length)
+        low, stop, mask = 0, length, None
+        if starts_BS is not None and ends_BS is not None:
+            starts, ends = starts_BS[:, first:last], ends_BS[:, first:last]
+            low, stop = int(starts.min()), int(ends.max())
+            if int(starts.max()) > low or int(ends.min()) < stop:
+                keys = torch.arange(low, stop)
+                hidden = (keys < starts[..., None]) | (keys >= ends[..., None])
+                mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
+        blocks.append(QueryBlock(first, last, low, stop, mask))
     return tuple(blocks)
 
 
@@ -100,12 +124,14 @@ def _scaled(q: Tensor, k: Tensor, block: QueryBlock) -> Tensor:
 
 def _keys(x: Tensor, block: QueryBlock) -> Tensor:
     """The block's keys or values [B, K, S, D] (contiguous) -> [B K, keys, D], a view."""
-    return x.view(-1, *x.shape[2:])[:, block.low : block.last]
+    return x.view(-1, *x.shape[2:])[:, block.low : block.stop]
 
 
 def _scores(q_block: Tensor, k_block: Tensor, block: QueryBlock, batch: int) -> Tensor:
     """Masked scores of scaled queries, [B K, G queries, keys]."""
     scores = torch.bmm(q_block, k_block.transpose(1, 2))
+    if block.mask is None:
+        return scores
     queries, masked = block.mask.shape[-2:]
     scores.view(batch, k_block.shape[0] // batch, -1, queries, scores.shape[-1])[..., -masked:].add_(block.mask)
     return scores

@@ -1,4 +1,4 @@
-"""Weights to and from transformers' causal language models, as whole tensors.
+"""Weights to and from transformers' language models, as whole tensors.
 
 Works on canonical tensors (see `model.tensor_parallel.parameter`), so it knows nothing of plans; what is called what
 stands in `model.huggingface_names`. Not here: reading or writing files (`engine`), config.json (`conf.huggingface`).
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from model.huggingface_names import Stored, head_name, stored_tensors
+from model.huggingface_names import Stored, copies_in_folder, stored_tensors
 from model.layers import Transformer, build_layer_specs
 from model.placement import boxes
 from model.tensor_parallel.parameter import from_canonical, slice_for_rank
@@ -22,14 +22,12 @@ from parallel.groups import SINGLE, AxisGroup
 
 
 def to_huggingface_state(canonical: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Canonical whole tensors -> a transformers state dict, the head's weight included when tied.
+    """Canonical whole tensors -> a transformers state dict, a tied head's tensors included.
 
     Raises ValueError naming a tensor that is missing.
     """
     state = to_stored(canonical, stored_tensors(model))
-    if model.tie_word_embeddings:
-        state[head_name(model)] = _take(canonical, "embedding.word_embeddings.weight")
-    return state
+    return state | {copy: state[name] for copy, name in copies_in_folder(model).items()}
 
 
 def to_stored(canonical: Mapping[str, Tensor], places: Mapping[str, Stored]) -> dict[str, Tensor]:

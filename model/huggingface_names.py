@@ -2,14 +2,14 @@
 
 GPT-2 keeps its matrices transposed (Conv1D) and query, key, value one below the other in one; GPT-NeoX keeps them in
 one too, head by head: [heads, 3, head size]. Llama's names map one to one; Mistral, Qwen2 and Qwen3 have its names and
-more. `names_in_folder` knows what older versions and other publishers called them. Not here: moving values
-(`model.huggingface`, `model.placement`), config.json (`conf.huggingface`).
+more; BERT's map one to one too. `names_in_folder` knows what older versions and other publishers called them. Not here:
+moving values (`model.huggingface`, `model.placement`), config.json (`conf.huggingface`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.schema import Family, ModelConfig
 from parallel.sizes import Sizes, sizes
@@ -40,6 +40,8 @@ class _Names:
     fused_qkv: str | None = None
     head: str = "lm_head"
     conv1d: bool = False
+    head_bias: str | None = None
+    aside: tuple[str, ...] = ()  # beginnings of the names of other tasks' tensors
 
 
 _LLAMA = _Names(
@@ -92,21 +94,63 @@ _GPT_NEOX = _Names(
     fused_qkv="attention.query_key_value",
     head="embed_out",  # transformers 5 says lm_head inside, and writes and reads embed_out as all before it
 )
+_BERT_BLOCK = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+}
+_BERT = _Names(
+    prefix="bert.",
+    blocks="bert.encoder.layer",
+    ends={
+        "embedding.word_embeddings": "bert.embeddings.word_embeddings",
+        "embedding.position_embeddings": "bert.embeddings.position_embeddings",
+        "embedding.token_type_embeddings": "bert.embeddings.token_type_embeddings",
+        "embedding.norm": "bert.embeddings.LayerNorm",
+        "transform.dense": "cls.predictions.transform.dense",
+        "transform.norm": "cls.predictions.transform.LayerNorm",
+    },
+    block={"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm", **_BERT_BLOCK},
+    head="cls.predictions.decoder",
+    head_bias="cls.predictions.bias",
+    aside=("bert.pooler.", "cls.seq_relationship."),  # of whole sequences: next-sentence prediction, classes
+)
+_MEGATRON_BERT = replace(
+    _BERT,
+    ends={
+        **{ours: theirs for ours, theirs in _BERT.ends.items() if ours != "embedding.norm"},
+        "final_norm": "bert.encoder.ln",
+    },
+    block={"attention_norm": "attention.ln", "mlp_norm": "ln", **_BERT_BLOCK},
+)
 _QKV = ("attention.query", "attention.key", "attention.value")
 # Buffers that older versions of transformers saved beside the weights.
-_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_BUFFERS = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+    "embeddings.position_ids", "embeddings.token_type_ids",
+)  # fmt: skip
+_OF_TENSORFLOW = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}  # google-bert's folders
 
 
 def _names_of(model: ModelConfig) -> _Names:
-    return {Family.gpt2: _GPT2, Family.gpt_neox: _GPT_NEOX}.get(model.family, _LLAMA)
+    own = {
+        Family.gpt2: _GPT2, Family.gpt_neox: _GPT_NEOX, Family.bert: _BERT, Family.megatron_bert: _MEGATRON_BERT
+    }  # fmt: skip
+    return own.get(model.family, _LLAMA)
 
 
 def stored_tensors(model: ModelConfig) -> dict[str, Stored]:
     """Canonical name -> its place, for every tensor of the model; a tied head has none of its own."""
     names, size = _names_of(model), sizes(model)
     ours = {f"{layer}.weight": Stored(f"{theirs}.weight") for layer, theirs in names.ends.items()}
-    if size.parts.layer_norm:
-        ours["final_norm.bias"] = Stored(f"{names.ends['final_norm']}.bias")
+    for layer, theirs in names.ends.items():
+        if layer == "transform.dense" or (layer.endswith("norm") and size.parts.layer_norm):
+            ours[f"{layer}.bias"] = Stored(f"{theirs}.bias")
+    if names.head_bias is not None:
+        ours["transform.vocabulary.bias"] = Stored(names.head_bias)
     if not model.tie_word_embeddings:
         ours["head.weight"] = Stored(f"{names.head}.weight")
     for index in range(model.num_layers):
@@ -149,20 +193,32 @@ def embedding_name(model: ModelConfig) -> str:
     return f"{_names_of(model).ends['embedding.word_embeddings']}.weight"
 
 
+def copies_in_folder(model: ModelConfig) -> dict[str, str]:
+    """Tensors that a folder may hold beside the one that they are tied to: their names, and that one's."""
+    names = _names_of(model)
+    if not model.tie_word_embeddings:
+        return {}
+    copies = {head_name(model): embedding_name(model)}
+    return copies | ({f"{names.head}.bias": names.head_bias} if names.head_bias is not None else {})
+
+
 def names_in_folder(names: Iterable[str], model: ModelConfig) -> tuple[dict[str, str], list[str]]:
     """(the name of `stored_tensors` -> the folder's name for it, names that are no tensor of this model).
 
-    Known: the base model saved without its prefix (openai-community/gpt2), lm_head for embed_out, buffers of older
-    versions (neither in the one nor in the other). A tied head that has a tensor of its own is among the first.
+    Known: the base model saved without its prefix (openai-community/gpt2), lm_head for embed_out, TensorFlow's names of
+    a norm's weight and bias; buffers of older versions and what belongs to other tasks (neither in the one nor in the
+    other). A tied head that has a tensor of its own is among the first.
     """
     family = _names_of(model)
-    wanted = {place.name for place in stored_tensors(model).values()} | {head_name(model)}
-    given = [name for name in names if not name.endswith(_BUFFERS)]
+    wanted = {place.name for place in stored_tensors(model).values()} | set(copies_in_folder(model))
+    given = [name for name in names if not name.endswith(_BUFFERS) and not name.startswith(family.aside)]
     bare = not any(name.startswith(family.prefix) for name in given)
     found: dict[str, str] = {}
     strangers = []
     for name in given:
         ours = head_name(model) if name == "lm_head.weight" else name
+        for theirs, known in _OF_TENSORFLOW.items():
+            ours = ours.removesuffix(theirs) + known if ours.endswith(theirs) else ours
         if bare and ours != head_name(model):
             ours = family.prefix + ours
         if ours in wanted and ours not in found:

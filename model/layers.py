@@ -1,8 +1,8 @@
 """The model as one ordered list of layer specs, and the two ways to run it.
 
-embedding, blocks.0 .. blocks.L-1, final_norm, head. engine/ turns the specs into DeepSpeed's LayerSpecs; `Transformer`
-builds them all as a plain sequential module. Between layers travels the hidden tensor, or (hidden, positions) where
-packed documents are masked apart.
+embedding, blocks.0 .. blocks.L-1, final_norm (BERT: transform), head. engine/ turns the specs into DeepSpeed's
+LayerSpecs; `Transformer` builds them all as a plain sequential module. Between layers travels the hidden tensor, or
+(hidden, positions) where packed documents are masked apart; to BERT's head (hidden, bias).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from conf.schema import ModelConfig
 from model.attention import AttentionContext
 from model.block import Block, build_norm
 from model.embedding import Embedding, Head, TiedHead, tied_logits
+from model.head_transform import HeadTransform
 from model.rotary import Rotary
 from model.tensor_parallel.random import RandomStreams
 from parallel.groups import AxisGroup
@@ -36,7 +37,7 @@ class LayerSpec:
     """
 
     name: str
-    kind: str  # embedding, block, final_norm or head
+    kind: str  # embedding, block, final_norm, transform or head
     build: Callable[[], nn.Module]
     tied_key: str | None = None
     forward_fn: Callable[[nn.Module, Any], Any] | None = None
@@ -82,6 +83,10 @@ def build_layer_specs(
     tied = model.tie_word_embeddings
     key = TIED_KEY if tied else None
     head = partial(TiedHead if tied else Head, model, **ends)
+    norm = partial(FinalNorm, model, tensor=tensor, sequence_parallel=sequence_parallel)
+    before_head = LayerSpec("final_norm", "final_norm", norm)
+    if shape.parts.head_transform:
+        before_head = LayerSpec("transform", "transform", partial(HeadTransform, model, **ends))
     blocks = [
         LayerSpec(
             f"blocks.{index}",
@@ -104,11 +109,7 @@ def build_layer_specs(
     return [
         LayerSpec("embedding", "embedding", partial(Embedding, model, streams=streams, **ends), key),
         *blocks,
-        LayerSpec(
-            "final_norm",
-            "final_norm",
-            partial(FinalNorm, model, tensor=tensor, sequence_parallel=sequence_parallel),
-        ),
+        before_head,
         LayerSpec("head", "head", head, key, tied_logits if tied else None),
     ]
 

@@ -82,7 +82,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class Rotary:
-    """Tables of cosines and sines, made once for each (length, device, dtype) and shared by all blocks of a rank.
+    """Tables of cosines and sines, one for each (device, dtype), made longer as asked for, shared by a rank's blocks.
 
     Not an nn.Module: a cast of the model to bf16 must not round its frequencies.
     """
@@ -91,19 +91,22 @@ class Rotary:
         self.frequencies, self.scale = inverse_frequencies(
             rotary_dim, theta=theta, scaling=scaling, max_positions=max_positions
         )
-        self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def tables(self, length: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin of positions 0 .. length-1, each [S, R/2]."""
-        key = (length, device, dtype)
-        if key not in self._tables:
+        key = (device, dtype)
+        held = len(self._tables[key][0]) if key in self._tables else 0
+        if held < length:
+            rows = max(length, 2 * held)  # prompts of many lengths: seldom made anew
             # Ordinary tensors even when first asked for inside inference_mode: training reuses them.
             with torch.inference_mode(False), torch.no_grad():
                 wide = torch.promote_types(dtype, torch.float32)
-                angles = torch.outer(torch.arange(length, dtype=wide), self.frequencies.to(wide))
+                angles = torch.outer(torch.arange(rows, dtype=wide), self.frequencies.to(wide))
                 cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
                 self._tables[key] = (cos.to(device, dtype), sin.to(device, dtype))
-        return self._tables[key]
+        cos, sin = self._tables[key]
+        return cos[:length], sin[:length]
 
     def __call__(
         self, length: int, positions_BS: Tensor | None, *, device: torch.device, dtype: torch.dtype

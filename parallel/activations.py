@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conf.schema import Activation, Config, DType
-from parallel.architecture import windows
+from parallel.architecture import positions_travel, windows
 from parallel.sizes import sizes
 
 FP32, INT64, BOOL = 4, 8, 1
@@ -131,17 +131,26 @@ def micro_batch(config: Config, *, padded_vocab_size: int, device: str, fused_at
     return MicroBatch(
         block=_block(config, s, norm, 2 * masks, fused_attention),
         hidden=hidden,
-        embedding=_ids_bytes(config, s) + masks,
+        embedding=_ids_bytes(config, s) + masks + (norm if z.parts.post_norm else 0.0),
         mask=_masks_bytes(config, s),
-        rotary=s.tokens * z.rotary_dim * s.element if config.data.mask_documents else 0.0,
-        final_norm=norm,
-        head=hidden,
+        rotary=s.tokens * z.rotary_dim * s.element if positions_travel(config) else 0.0,
+        final_norm=0.0 if z.parts.head_transform else norm,
+        head=hidden + _transform_bytes(config, hidden, norm),
         loss=loss,
         logits=vocabulary * copies,
         gradients=_gradients_bytes(config, s),
         tables=s.length * z.rotary_dim * s.element,
         recompute_interval=config.parallel.recompute_interval if config.parallel.recompute.value == "full" else 0,
     )
+
+
+def _transform_bytes(config: Config, hidden: float, norm: float) -> float:
+    """Of BERT's layer before the head: what the dense layer, the activation and the norms take."""
+    parts = sizes(config.model).parts
+    if not parts.head_transform:
+        return 0.0
+    activation = 0 if parts.activation is Activation.relu else hidden  # as in a block, see `_block`
+    return hidden + activation + norm + (0 if parts.post_norm else norm)
 
 
 def hidden_bytes(config: Config, *, device: str) -> float:
@@ -216,7 +225,7 @@ def _output_lies_as_query(config: Config, s: Setting) -> bool:
     which CUDA takes under a mask unless key-value heads are shared, has tokens first; so has our own on a CPU."""
     if s.cpu:
         return s.element != FP32
-    masked = config.data.mask_documents or any(_windows(config, s))
+    masked = positions_travel(config) or any(_windows(config, s))
     return not masked or sizes(config.model).num_key_value_heads < config.model.num_attention_heads
 
 
@@ -255,24 +264,26 @@ def _ids_bytes(config: Config, s: Setting) -> float:
     kept = s.tokens * (INT64 + (BOOL if s.tp > 1 else 0))
     if sizes(config.model).parts.rotary:
         return kept
-    return kept + (s.tokens if config.data.mask_documents else s.length) * INT64
+    return kept + (s.tokens if positions_travel(config) else s.length) * INT64
 
 
 def _masks_bytes(config: Config, s: Setting) -> float:
     """What hides other documents and what lies before a sliding window, on each stage: one for each kind of window."""
     kinds = _windows(config, s)
-    if not config.data.mask_documents and kinds == {None}:
+    if not positions_travel(config) and kinds == {None}:
         return 0.0
     return sum(_mask_bytes(config, s, window) for window in kinds)
 
 
 def _mask_bytes(config: Config, s: Setting, window: int | None) -> float:
-    """[B, 1, S, S], of windows alone [1, 1, S, S]; the CPU's own attention keeps half, at most."""
+    """[B, 1, S, S], of windows alone [1, 1, S, S]; the CPU's own attention keeps half (bidirectional: all), at most."""
     if s.cpu and config.model.attention_dropout and config.parallel.recompute.value == "none":
         return 0.0  # the composite adds it and lets go of it
-    samples = s.tokens // s.length if config.data.mask_documents else 1
+    samples = s.tokens // s.length if positions_travel(config) else 1
     if not s.cpu or s.element != FP32 or config.model.attention_dropout:
         return samples * s.length**2 * s.element
+    if not sizes(config.model).parts.causal:
+        return samples * s.length**2 * FP32
     blocks = ((first, min(first + QUERIES_PER_BLOCK, s.length)) for first in range(0, s.length, QUERIES_PER_BLOCK))
     seen = s.length if window is None else window
     return samples * FP32 * sum((last - first) * min(last, last - first + seen - 1) for first, last in blocks)

@@ -2,7 +2,8 @@
 
 One description for all that counts (sizes, bytes, FLOPs, collectives) and for the block that computes. Pure Python.
 Sources: GPT-2 (Radford et al. 2019), Llama (arXiv:2302.13971), Mistral (arXiv:2310.06825), Qwen2 (arXiv:2407.10671),
-Qwen3 (arXiv:2505.09388), GPT-NeoX (arXiv:2204.06745), each as transformers has it. Not here: how wide the parts are
+Qwen3 (arXiv:2505.09388), GPT-NeoX (arXiv:2204.06745), BERT (arXiv:1810.04805) and Megatron's BERT (arXiv:1909.08053
+section 5.3 and figure 7), each as transformers has it. Not here: how wide the parts are
 (`parallel.sizes`), and what a folder of weights calls them (`model.huggingface_names`, `conf.huggingface`).
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from conf.schema import Activation, Family, ModelConfig
+from conf.schema import Activation, Config, Family, ModelConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' names of the two kinds in layer_types
 
@@ -30,7 +31,11 @@ class Architecture:
     gated: bool = True  # a gate beside the up projection: SwiGLU
     activation: Activation = Activation.silu
     parallel_residual: bool = False  # attention and feed-forward both read the block's input; else one after the other
-    fused_qkv: bool = False  # the family's weights are kept as one matrix: as many key-value heads as heads
+    multi_head: bool = False  # as many key-value heads as heads, each hidden / heads wide
+    causal: bool = True  # a token sees what is before it; else all of its document
+    post_norm: bool = False  # norms follow the residual sums, and the embedding; there is none after the last block
+    token_types: int = 0  # rows of a table of token types, the first of which is added to every token; 0: no table
+    head_transform: bool = False  # a layer of its own before the tied head (dense, activation, norm), and a bias in it
 
     @property
     def rotary(self) -> bool:
@@ -39,8 +44,9 @@ class Architecture:
 
 _GPT2 = Architecture(
     layer_norm=True, rotary_fraction=0.0, qkv_bias=True, out_bias=True, mlp_bias=True, gated=False,
-    activation=Activation.gelu_tanh, fused_qkv=True,
+    activation=Activation.gelu_tanh, multi_head=True,
 )  # fmt: skip
+_MEGATRON_BERT = replace(_GPT2, activation=Activation.gelu, causal=False, token_types=2, head_transform=True)
 FAMILIES = {
     Family.gpt2: _GPT2,
     Family.llama: Architecture(),
@@ -48,16 +54,20 @@ FAMILIES = {
     Family.qwen2: Architecture(qkv_bias=True),
     Family.qwen3: Architecture(qk_norm=True),
     Family.gpt_neox: replace(_GPT2, rotary_fraction=0.25, activation=Activation.gelu, parallel_residual=True),
+    Family.bert: replace(_MEGATRON_BERT, post_norm=True),
+    Family.megatron_bert: _MEGATRON_BERT,
 }
+BIDIRECTIONAL = tuple(family for family, parts in FAMILIES.items() if not parts.causal)
 # Knobs that null leaves to the family, and the families whose models differ in them.
 CHOSEN = {
-    "activation": (Family.gpt2, Family.gpt_neox),
+    "activation": (Family.gpt2, Family.gpt_neox, *BIDIRECTIONAL),
     "attention_bias": (Family.llama, Family.qwen3, Family.gpt_neox),
     "mlp_bias": (Family.llama,),
     "rotary_fraction": (Family.gpt_neox,),
     "parallel_residual": (Family.gpt_neox,),
     "sliding_window": (Family.mistral, Family.qwen2, Family.qwen3),
     "layer_types": (Family.qwen2, Family.qwen3),
+    "type_vocab_size": BIDIRECTIONAL,
 }
 
 
@@ -71,6 +81,7 @@ def architecture(model: ModelConfig) -> Architecture:
         "mlp_bias": model.mlp_bias,
         "rotary_fraction": model.rotary_fraction,
         "parallel_residual": model.parallel_residual,
+        "token_types": model.type_vocab_size,
     }
     changes = {name: value for name, value in chosen.items() if value is not None}
     return replace(parts, **changes) if changes else parts  # type: ignore[arg-type]
@@ -132,7 +143,12 @@ def problems(model: ModelConfig) -> Iterator[str]:
             named = ", ".join(one.value for one in families)
             shown = getattr(value, "value", value)
             yield f"model.{knob}={shown} is no choice of model.family={family}; leave it null, or use {named}"
-    if FAMILIES[model.family].fused_qkv:
+    if FAMILIES[model.family].head_transform and not model.tie_word_embeddings:
+        yield (
+            f"model.tie_word_embeddings=false is no choice of model.family={family}, whose head is the word table and "
+            "a bias; set it to true"
+        )
+    if FAMILIES[model.family].multi_head:
         if model.num_key_value_heads not in (None, model.num_attention_heads):
             yield (
                 f"model.num_key_value_heads={model.num_key_value_heads}: model.family={family} has as many as "
@@ -148,6 +164,13 @@ def problems(model: ModelConfig) -> Iterator[str]:
         rope_kind(model.rope_scaling)
     except ValueError as error:
         yield str(error)
+
+
+def positions_travel(config: Config) -> bool:
+    """Whether positions go with the hidden state, so that every stage knows which tokens see one another: where
+    documents are kept apart, and in a bidirectional model always, as its padding must not be seen.
+    """
+    return config.data.mask_documents or not FAMILIES[config.model.family].causal
 
 
 def _layer_types(model: ModelConfig) -> Iterator[str]:

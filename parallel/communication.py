@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from conf.schema import Config
 from parallel import data_axis
+from parallel.architecture import positions_travel
 from parallel.collective import Collective, times
 from parallel.plan import ParallelPlan
 from parallel.sizes import sizes
@@ -78,14 +79,19 @@ def of_embedding(config: Config, plan: ParallelPlan) -> list[Collective]:
     tp, hidden = plan.tensor_model_parallel_size, _hidden_bytes(config, plan)
     if not plan.sequence_parallel:
         return [Collective("tensor", "embedding", "forward", "all_reduce", tp, hidden, 1)]
-    return [
+    calls = [
         Collective("tensor", "embedding", "forward", "reduce_scatter", tp, hidden, 1),
         Collective("tensor", "embedding", "backward", "all_gather", tp, hidden, 1),
     ]
+    size = sizes(config.model)
+    if size.parts.post_norm:
+        weight = config.model.hidden_size * StateBytes.of(config.precision.dtype)
+        calls.append(Collective("tensor", "embedding norm", "backward", "all_reduce", tp, weight, size.norm_vectors))
+    return calls
 
 
 def of_head(config: Config, plan: ParallelPlan) -> list[Collective]:
-    """Tensor axis, final norm, head and loss, one micro-batch."""
+    """Tensor axis, final norm (BERT: transform, whose bias and norm count with it), head and loss, one micro-batch."""
     model, tp, hidden = config.model, plan.tensor_model_parallel_size, _hidden_bytes(config, plan)
     tokens = plan.micro_batch_size * config.data.sequence_length
     loss = [
@@ -94,13 +100,19 @@ def of_head(config: Config, plan: ParallelPlan) -> list[Collective]:
     ]
     if not plan.sequence_parallel:
         return [*loss, Collective("tensor", "head", "backward", "all_reduce", tp, hidden, 1, hides=True)]
-    weight = model.hidden_size * StateBytes.of(config.precision.dtype)
+    size, weight = sizes(model), model.hidden_size * StateBytes.of(config.precision.dtype)
+    vectors, transform = 0 if size.parts.post_norm else size.norm_vectors, []
+    if size.parts.head_transform:  # replicated, on each rank's share of the tokens
+        vectors += 1 + size.norm_vectors
+        number_of_bytes = model.hidden_size * weight
+        transform = [Collective("tensor", "transform", "backward", "all_reduce", tp, number_of_bytes, 1)]
     return [
         Collective("tensor", "head", "forward", "all_gather", tp, hidden, 1),
         *loss,
         Collective("tensor", "head, input again", "backward", "all_gather", tp, hidden, 1, hides=True),
         Collective("tensor", "head", "backward", "reduce_scatter", tp, hidden, 1, hides=True),
-        Collective("tensor", "final norm", "backward", "all_reduce", tp, weight, sizes(model).norm_vectors),
+        *transform,
+        Collective("tensor", "final norm", "backward", "all_reduce", tp, weight, vectors),
     ]
 
 
@@ -138,5 +150,5 @@ def _hidden_bytes(config: Config, plan: ParallelPlan) -> int:
 
 
 def _position_bytes(config: Config, plan: ParallelPlan) -> int:
-    """Positions inside documents travel with the activations, where documents are kept apart."""
-    return plan.micro_batch_size * config.data.sequence_length * INT64 if config.data.mask_documents else 0
+    """Positions inside documents travel with the activations, where stages need them."""
+    return plan.micro_batch_size * config.data.sequence_length * INT64 if positions_travel(config) else 0

@@ -5,7 +5,8 @@ Call by call as DeepSpeed 0.19 makes them here (`Software.as_deepspeed`; tests c
     ZeRO 0, fp32      each parameter's gradient by itself (`engine.pipeline`)
     BF16_Optimizer    flat sums, sent in 16 bit; weights gathered an optimizer group at a time, also at stage 0
     ZeRO 1, 2         buckets of gradients in the run's dtype, all-reduced; weights gathered a group at a time
-    ZeRO 3            each parameter padded to the axis; weights gathered in forward stay while they may
+    ZeRO 3            each parameter padded to the axis; weights gathered in forward stay while they may, and
+                      the bias of BERT's head until the step
 
 Else as arXiv:1910.02054 has it, in buckets and, for ZeRO 3, by layers. Not here: the other axes
 (`parallel.communication`).
@@ -17,6 +18,7 @@ from conf.schema import Config
 from parallel.collective import Collective
 from parallel.memory import LIVE_PARAMETERS
 from parallel.plan import ParallelPlan
+from parallel.sizes import sizes
 from parallel.software import Software
 from parallel.stage_values import trained_parameters, trained_tensors
 from parallel.states import StateBytes, Tensors, padded_groups, split_each, uses_bf16_optimizer
@@ -39,7 +41,8 @@ def of_micro_batch(config: Config, plan: ParallelPlan, pp_rank: int, software: S
 def of_step(config: Config, plan: ParallelPlan, pp_rank: int, software: Software) -> list[Collective]:
     """Once a step: sums of gradients (ZeRO 0, 1), and the weights that each rank has stepped (ZeRO 1, 2)."""
     if plan.zero_stage == 3:
-        return []
+        kept = _kept_values(config, plan) * StateBytes.of(config.precision.dtype) if software.as_deepspeed else 0
+        return [_call(plan, "weights", "step", "all_gather", kept, 1, hides=False)] if kept else []
     calls = []
     if plan.zero_stage <= 1:
         operation = "reduce_scatter" if plan.zero_stage == 1 and software.reduce_scatters else "all_reduce"
@@ -94,16 +97,26 @@ def _zero3(config: Config, plan: ParallelPlan, pp_rank: int, software: Software)
         values = split_each(tensors, dp=dp) * dp
         pieces = _buckets(config, values)
         again = max(0, values - LIVE_PARAMETERS)
+        gathered = values - _kept_values(config, plan)
         pieces_again = _buckets(config, again)
     else:
-        values = again = tensors.total
+        values = again = gathered = tensors.total
         layers = config.model.num_layers + 2  # of the one stage that ZeRO 3 goes with; the final norm with the head
         pieces = pieces_again = max(_buckets(config, values), layers)
     return [
         _call(plan, "gradients", "backward", "reduce_scatter", values * element, pieces),
-        _call(plan, "weights", "forward", "all_gather", values * element, pieces),
+        _call(plan, "weights", "forward", "all_gather", gathered * element, pieces),
         _call(plan, "weights", "backward", "all_gather", again * element, pieces_again),
     ]
+
+
+def _kept_values(config: Config, plan: ParallelPlan) -> int:
+    """Of the bias of BERT's head, padded: a module hands it on to another, so DeepSpeed gathers it by itself and lets
+    it stay until the step."""
+    if not sizes(config.model).parts.head_transform:
+        return 0
+    dp = plan.data_parallel_size
+    return split_each(Tensors(vectors=(plan.padded_vocab_size // plan.tensor_model_parallel_size,)), dp=dp) * dp
 
 
 def _buckets(config: Config, values: int) -> int:

@@ -2,9 +2,9 @@
 
 Convention, the same everywhere: a multiply-add is two FLOPs; only matrix products count; backward costs twice forward.
 Attention scores count whole (S keys for each of S queries), as in Megatron-LM (arXiv:2104.04473 appendix,
-arXiv:2204.02311 appendix B); `causal=True` counts the half that a causal mask leaves. Under a sliding window both count
-the scores that it leaves: twice those of the causal band, or the band. The embedding look-up is free, the head counts
-the real vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware
+arXiv:2204.02311 appendix B); `causal=True` counts the half that a causal mask leaves (BERT has none). Under a sliding
+window both count the scores that it leaves: twice those of the causal band, or the band. The embedding look-up is free,
+the head counts the real vocabulary. MFU divides what the model needs, recomputation excluded; HFU what the hardware
 does, recomputation included.
 """
 
@@ -27,7 +27,8 @@ def block_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: b
 
 
 def attention_core_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: bool = False) -> int:
-    """Forward FLOPs of scores and weighted values for one token, the mean of blocks: 2 x 2 S N D, halved with causal.
+    """Forward FLOPs of scores and weighted values for one token, the mean of blocks: 2 x 2 S N D, halved with causal
+    where the model is.
 
     A window of W keys leaves S W - W (W - 1) / 2 scores of a sequence, for large S and W the share W (2 S - W) / S^2.
     """
@@ -36,12 +37,13 @@ def attention_core_flops_per_token(model: ModelConfig, sequence_length: int, *, 
         seen = windows(model, sequence_length)
         share = sum(1.0 if w is None else w * (2 * sequence_length - w) / sequence_length**2 for w in seen) / len(seen)
         whole = round(whole * share)
-    return whole // 2 if causal else whole
+    return whole // 2 if causal and sizes(model).parts.causal else whole
 
 
 def head_flops_per_token(model: ModelConfig) -> int:
-    """Forward FLOPs of the logits of one token."""
-    return 2 * model.hidden_size * model.vocab_size
+    """Forward FLOPs of the logits of one token, BERT's dense layer before them included."""
+    transform = model.hidden_size if sizes(model).parts.head_transform else 0
+    return 2 * model.hidden_size * (model.vocab_size + transform)
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, *, causal: bool = False) -> int:

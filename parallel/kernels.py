@@ -2,7 +2,7 @@
 
     matrix product [m, k] x [k, n]:  kernel_s + 2 m k n / matrix_flops + bytes of the three matrices / operand_bandwidth
     pointwise kernel:                kernel_s + bytes / memory_bandwidth
-    attention core:                  its FLOPs / attention_flops (fused: of the causal half, all that it computes)
+    attention core:                  its FLOPs / attention_flops (fused: all that it computes, causal: the half)
 
 With the bytes beside the FLOPs instead of the larger of both, a product's rate falls smoothly as a dimension shrinks,
 as measured rates do; the numbers are measured (`cluster.rates`). Backward of a matrix product is two products of the
@@ -117,7 +117,7 @@ def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
     heads = model.num_attention_heads / plan.tensor_model_parallel_size
     flops = 4 * tokens * length * heads * s.head_dim
     if software.fused_attention:
-        core = rates.kernel_s + flops / 2 / rates.attention_flops
+        core = rates.kernel_s + (flops / 2 if s.parts.causal else flops) / rates.attention_flops
         return core, FUSED_BACKWARD * core
     slow = software.unaligned_slowdown if s.head_dim % ALIGNMENT else 1.0
     products = 2 * rates.kernel_s + slow * flops / rates.attention_flops
@@ -129,19 +129,28 @@ def _attention(config: Config, plan: ParallelPlan, rates: Rates, software: Softw
 
 
 def embedding_pass(config: Config, plan: ParallelPlan, rates: Rates) -> PassSeconds:
-    """The look-up reads and writes one hidden vector a token; backward adds it to the table's gradient."""
-    moved = 3 * _tokens(config, plan) * config.model.hidden_size * StateBytes.of(config.precision.dtype)
+    """The look-up reads and writes one hidden vector a token; backward adds it to the table's gradient. A norm reads
+    and writes one more."""
+    vectors = 5 if sizes(config.model).parts.post_norm else 3
+    moved = vectors * _tokens(config, plan) * config.model.hidden_size * StateBytes.of(config.precision.dtype)
     once = rates.pointwise_s(moved)
     return PassSeconds(once, 2 * once)
 
 
 def head_pass(config: Config, plan: ParallelPlan, rates: Rates) -> PassSeconds:
-    """Final norm, logits [B, S, V/T] and loss."""
+    """Final norm, logits [B, S, V/T] and loss; BERT's transform, whole on each tensor rank."""
     tokens, element = _tokens(config, plan), StateBytes.of(config.precision.dtype)
     vocab = plan.padded_vocab_size / plan.tensor_model_parallel_size
     product = rates.matrix_s(tokens, config.model.hidden_size, vocab, element=element)
     loss = rates.pointwise_s(LOSS_BYTES * tokens * vocab, kernels=4)
-    return PassSeconds(product + loss, 2 * product, 0.0, product)
+    if not sizes(config.model).parts.head_transform:
+        return PassSeconds(product + loss, 2 * product, 0.0, product)
+    hidden = config.model.hidden_size
+    share = tokens / (plan.tensor_model_parallel_size if plan.sequence_parallel else 1)
+    dense = rates.matrix_s(share, hidden, hidden, element=element)
+    pointwise = rates.pointwise_s(4 * share * hidden * element, kernels=2)  # activation and norm: read, write
+    matrices = product + dense
+    return PassSeconds(matrices + loss + pointwise, 2 * matrices + 2 * pointwise, 0.0, matrices)
 
 
 def optimizer_s(parameters: float, config: Config, plan: ParallelPlan, rates: Rates) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from conf.schema import Config, DType
 from parallel.activations import INT64, Kinds, MicroBatch, micro_batch
 from parallel.adapters import block_adapters
+from parallel.architecture import positions_travel
 from parallel.hardware import device_kind
 from parallel.ledger import Ledger
 from parallel.plan import ParallelPlan
@@ -109,7 +110,7 @@ class _Stages:
         self._fixed_sums: dict[tuple[Half, ...], int] = {}
         self.tables = round(kept.tables)
         self.positions = 0
-        if config.data.mask_documents:
+        if positions_travel(config):
             self.positions = config.train.micro_batch_size * config.data.sequence_length * INT64
         layers = config.model.num_layers
         self.halves = halves_of(plan.stage_layers, plan.schedule, plan.pipeline_model_parallel_size, layers)
@@ -220,11 +221,10 @@ class _Stages:
         dp, blocks = self.plan.data_parallel_size, halves[0].blocks
         if self.adapters is not None:
             return touched(self.adapters.matrices * blocks, dp=dp)
-        ends = self._end(True, True)  # ZeRO 2 has one stage; its head comes last in each group, the embedding first
-        positions = len(ends.matrices) - (1 if self.config.model.tie_word_embeddings else 2)
-        matrices = (*ends.matrices[: 1 + positions], *self.block.matrices * blocks, *ends.matrices[1 + positions :])
-        vectors = (*self.block.vectors * blocks, *ends.vectors)
-        return touched(matrices, dp=dp) + touched(vectors, dp=dp)
+        first, both = self._end(True, False), self._end(True, True)  # ZeRO 2 has one stage
+        in_order = first + self.block.times(blocks)  # and what comes last in the model is last in each group
+        in_order += Tensors(both.matrices[len(first.matrices) :], both.vectors[len(first.vectors) :])
+        return touched(in_order.matrices, dp=dp) + touched(in_order.vectors, dp=dp)
 
     def _end(self, first: bool, last: bool) -> Tensors:
         if (first, last) not in self._ends:

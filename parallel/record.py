@@ -20,6 +20,7 @@ from parallel.collective import Collective
 from parallel.communication import ledger
 from parallel.ledger import Ledger
 from parallel.memory import predict
+from parallel.objectives import objective_of
 from parallel.plan import ParallelPlan
 from parallel.prediction import Prediction
 
@@ -121,6 +122,7 @@ def config_of(record: Mapping[str, Any]) -> Config:
         precision=built(PrecisionConfig, conditions["precision"]),
         cluster=built(ClusterConfig, record["cluster"]),
     )
+    config.objective = objective_of(config.model.family)
     batch = conditions["batch"]
     config.train.micro_batch_size, config.train.global_batch_size = (
         batch["micro_batch_size"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from conf.schema import Config, DType, Recompute
-from parallel import architecture
+from parallel import architecture, objectives
 from parallel.adapters import target_problems
 from parallel.sizes import sizes
 
@@ -24,7 +24,7 @@ def problems(config: Config, *, world_size: int, device: str | None) -> list[str
     )  # fmt: skip
     if min(positive) < 1:
         return []  # the range checks of conf.load say so; nothing can be divided by these
-    lines = [*_model(config), *_tensor(config), *_pipeline(config), *_sequence(config)]
+    lines = [*objectives.problems(config), *_model(config), *_tensor(config), *_pipeline(config), *_sequence(config)]
     lines += [*states_problems(config, device=device), *_lora(config), *_world(config, world_size)]
     if world_size % (parallel.tp * parallel.pp) == 0:
         lines += _batch(config, world_size // (parallel.tp * parallel.pp))
@@ -170,7 +170,7 @@ def _precision(config: Config, device: str | None) -> Iterator[str]:
 
 
 def _lora(config: Config) -> Iterator[str]:
-    if config.lora.rank == 0:
+    if config.lora.rank == 0 or config.model.family in architecture.BIDIRECTIONAL:
         return
     yield from target_problems(config.model, config.lora.target_modules)
     if config.zero.stage == 3:

@@ -73,14 +73,23 @@ def block_parameters(model: ModelConfig, *, tp: int = 1) -> LayerParameters:
 
 
 def embedding_parameters(model: ModelConfig, *, tp: int = 1, vocab_size: int | None = None) -> LayerParameters:
-    """Of word and learned position tables; vocab_size: padded, where memory is meant."""
+    """Of word, learned position and token type tables, and of a norm after them; vocab_size: padded, where memory is
+    meant."""
+    size = sizes(model)
     vocab = model.vocab_size if vocab_size is None else vocab_size
-    positions = model.max_position_embeddings * model.hidden_size if not sizes(model).parts.rotary else 0
-    return LayerParameters(vocab * model.hidden_size // tp, positions)
+    rows = size.parts.token_types + (0 if size.parts.rotary else model.max_position_embeddings)
+    rows += size.norm_vectors if size.parts.post_norm else 0
+    return LayerParameters(vocab * model.hidden_size // tp, rows * model.hidden_size)
 
 
-def final_norm_parameters(model: ModelConfig) -> LayerParameters:
-    return LayerParameters(0, sizes(model).norm_vectors * model.hidden_size)
+def before_head_parameters(model: ModelConfig, *, tp: int = 1, vocab_size: int | None = None) -> LayerParameters:
+    """Of what lies between the last block and the logits: the final norm; BERT's transform, and its head's bias."""
+    size, hidden = sizes(model), model.hidden_size
+    final_norm = 0 if size.parts.post_norm else size.norm_vectors * hidden
+    if not size.parts.head_transform:
+        return LayerParameters(0, final_norm)
+    vocab = model.vocab_size if vocab_size is None else vocab_size
+    return LayerParameters(vocab // tp, final_norm + hidden * hidden + hidden + size.norm_vectors * hidden)
 
 
 def head_parameters(model: ModelConfig, *, tp: int = 1, vocab_size: int | None = None) -> LayerParameters:
@@ -95,6 +104,6 @@ def parameter_count(model: ModelConfig) -> int:
     return (
         embedding_parameters(model).total
         + model.num_layers * block_parameters(model).total
-        + final_norm_parameters(model).total
+        + before_head_parameters(model).total
         + head
     )

@@ -15,7 +15,7 @@ from itertools import accumulate
 from conf.schema import Config, DType, ModelConfig
 from parallel import activations
 from parallel.flops import block_flops_per_token, head_flops_per_token
-from parallel.sizes import block_parameters, embedding_parameters, final_norm_parameters, head_parameters, sizes
+from parallel.sizes import before_head_parameters, block_parameters, embedding_parameters, head_parameters, sizes
 from parallel.stages import Load
 
 FP32 = 4
@@ -98,13 +98,21 @@ def block_tensors(model: ModelConfig, *, tp: int) -> Tensors:
 
 
 def end_tensors(model: ModelConfig, *, tp: int, padded_vocab_size: int, first: bool, last: bool) -> Tensors:
-    """Of a stage's embedding, where it is `first`, and of its final norm and head, where `last`; a tied table once."""
-    z, table = sizes(model), padded_vocab_size * model.hidden_size // tp
+    """Of a stage's embedding, where it is `first`, and of its final norm (BERT: transform) and head, where `last`; a
+    tied table once."""
+    z, hidden, table = sizes(model), model.hidden_size, padded_vocab_size * model.hidden_size // tp
+    norm = (hidden,) * z.norm_vectors
     found = Tensors()
     if first:
-        found += Tensors((table,) if z.parts.rotary else (table, model.max_position_embeddings * model.hidden_size))
+        rows = (0 if z.parts.rotary else model.max_position_embeddings, z.parts.token_types)
+        tables = (table, *(n * hidden for n in rows if n))
+        found += Tensors(tables, norm if z.parts.post_norm else ())
     if last:
-        found += Tensors(vectors=(model.hidden_size,) * z.norm_vectors)
+        final = () if z.parts.post_norm else norm
+        if z.parts.head_transform:  # the head's bias is the module's own, before its layers
+            found += Tensors((hidden * hidden,), (padded_vocab_size // tp, *final, hidden, *norm))
+        else:
+            found += Tensors(vectors=final)
         if not (first and model.tie_word_embeddings):
             found += Tensors((table,))
     return found
@@ -179,7 +187,7 @@ def stage_loads(config: Config, *, dp: int, num_micro_batches: int, device: str)
             parameters += embedding_parameters(model, tp=tp).total
         if stage == last:
             flops += tokens * head_flops_per_token(model)
-            parameters += final_norm_parameters(model).total
+            parameters += before_head_parameters(model, tp=tp).total
             if not (model.tie_word_embeddings and stage == 0):
                 parameters += head_parameters(model, tp=tp).total
         held = in_flight(stage, pp=pp, num_micro_batches=num_micro_batches, schedule=schedule)

@@ -31,10 +31,13 @@ from conf import interrupts
 from conf.huggingface import model_of, read_config
 from conf.knobs import CONF
 from conf.model_folders import model_yaml
+from conf.schema import Objective
+from parallel.objectives import objective_of
 from parallel.sizes import parameter_count
 from telemetry.tables import size
 
 EXIT_REFUSED, EXIT_SIGNAL = 2, 128
+AUTO_CLASSES = {Objective.clm: "AutoModelForCausalLM", Objective.mlm: "AutoModelForMaskedLM"}  # of transformers
 
 
 class Stopped(BaseException):
@@ -79,9 +82,11 @@ def import_(asked: argparse.Namespace) -> None:
         f"tensors of {', '.join(done.dtypes)}"
     )
     if done.aside:
-        say(f"left out  {', '.join(done.aside[:4])}{' ...' if len(done.aside) > 4 else ''} (copies or buffers)")
+        shown = f"{', '.join(done.aside[:4])}{' ...' if len(done.aside) > 4 else ''}"
+        say(f"left out  {shown} (copies, buffers, or parts for other tasks)")
     tokenizer = f" data.tokenizer={out}/weights" if done.has_tokenizer else ""
-    say(f"train     python recipes/pretrain.py model={at(out)} initialize_from={out}{tokenizer}")
+    objective = " objective=mlm" if objective_of(done.model.family) is Objective.mlm else ""
+    say(f"train     python recipes/pretrain.py model={at(out)} initialize_from={out}{tokenizer}{objective}")
 
 
 def export(asked: argparse.Namespace) -> None:
@@ -100,7 +105,7 @@ def export(asked: argparse.Namespace) -> None:
     for note in done.notes:
         say(f"note      {note}")
     loads = " and AutoTokenizer" if done.has_tokenizer else ""
-    say(f"load      AutoModelForCausalLM{loads}.from_pretrained({str(asked.out)!r})")
+    say(f"load      {AUTO_CLASSES[objective_of(model.family)]}{loads}.from_pretrained({str(asked.out)!r})")
 
 
 def config(asked: argparse.Namespace) -> None:

@@ -50,8 +50,11 @@ def run(config: Config, plan: ParallelPlan) -> int:
                 validation=data.validation_fraction > 0,
                 overwrite=config.prepare.overwrite,
             )
-        corpus = prepare_corpus(data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
-        require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
+        corpus = prepare_corpus(
+            data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective, progress=announce
+        )
+        if not wanted:  # Megatron's files know neither batch nor sequence length
+            require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
         announce(table(corpus) if data.format is DataFormat.text else conversation_table(corpus))
         for written in write_corpus(corpus, places):
             announce(written.line())

@@ -38,7 +38,10 @@ def run(config: Config, plan: ParallelPlan) -> int:
     from engine.session import Session, announce
 
     try:
-        corpus = prepare_corpus(config.data, vocab_size=config.model.vocab_size, seed=config.seed, progress=announce)
+        corpus = prepare_corpus(
+            config.data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective,
+            progress=announce,
+        )  # fmt: skip
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
         claimed = choose_start(config, rank=int(os.environ.get("RANK", "0")))
     except (ValueError, OSError) as error:

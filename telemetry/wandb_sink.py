@@ -52,6 +52,10 @@ class WandbSink:
     def write(self, report: StepReport | EvaluationReport) -> None:
         self.run.log(as_metrics(report))
 
+    def write_scores(self, scores: Mapping[str, float], *, step: int) -> None:
+        """Numbers of an evaluation; step: of the training that made the weights."""
+        self.run.log({"step": step, **scores})
+
     def write_image(self, name: str, path: Path) -> None:
         import wandb
 

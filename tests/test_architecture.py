@@ -24,7 +24,13 @@ MAY_IMPORT = {
     "recipes": set(ROOMS) - {"launch"},
     "launch": {"launch", "conf", "parallel", "telemetry"},
 }
-HOMES = {"deepspeed": {"engine"}, "wandb": {"telemetry"}, "hydra": {"conf"}, "omegaconf": {"conf"}}
+HOMES = {
+    "deepspeed": {"engine"},
+    "lm_eval": {"engine"},
+    "wandb": {"telemetry"},
+    "hydra": {"conf"},
+    "omegaconf": {"conf"},
+}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -22,7 +22,8 @@ class VocabParallelEmbedding(nn.Module):
 
     Per rank: weight [V/T, H]; tokens [B, S] -> *partial* hidden [B, S, H], zeros where the token is another rank's: the
     caller reduces (all-reduce or reduce-scatter), after adding what is replicated. Backward: none.
-    With `project=True`: hidden [B, S, H] (or [B, S/T, H]) -> logits [B, S, V/T], as ColumnParallelLinear (tied head).
+    With `project=True`: hidden [B, S, H] (or [B, S/T, H]) -> logits [B, S, V/T], as ColumnParallelLinear (tied head),
+    with `bias` [V/T].
     """
 
     def __init__(
@@ -46,10 +47,10 @@ class VocabParallelEmbedding(nn.Module):
         self.first = tensor.rank * self.rows
         self.weight = normal_parameter(info, tensor=tensor, seed=seed, std=std)
 
-    def forward(self, x: Tensor, project: bool = False) -> Tensor:
+    def forward(self, x: Tensor, project: bool = False, bias: Tensor | None = None) -> Tensor:
         if project:
             return column_parallel_linear(
-                x, self.weight, None, tensor=self.tensor, sequence_parallel=self.sequence_parallel
+                x, self.weight, bias, tensor=self.tensor, sequence_parallel=self.sequence_parallel
             )
         if self.tensor.size == 1:
             return F.embedding(x, self.weight)

@@ -169,6 +169,7 @@ def test_cfg_job_prints_the_composed_config_as_yaml(call):
     done = call("--cfg", "job", "train.lr=0.25", "parallel=tp2_pp2")
     config = yaml.safe_load(done.stdout)
     assert done.returncode == 0 and config["train"]["lr"] == 0.25 and config["parallel"]["schedule"] == "1f1b"
+    assert call("train.lr=0.25", "--cfg", "job", "parallel=tp2_pp2").stdout == done.stdout
     assert call("--cfg", "job", RANK="1", WORLD_SIZE="2").stdout == ""
 
 

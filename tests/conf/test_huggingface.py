@@ -63,6 +63,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
     },
+    "bert_110m": {
+        "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False,
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0, "position_embedding_type": "absolute",
+        "transformers_version": "4.6.0.dev0", "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522,
+    },
     "gpt2_125m": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
         "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
@@ -119,6 +126,7 @@ def test_keys_that_are_left_out_have_the_values_that_transformers_gives_them(kin
     assert model_differences(model_of({"model_type": kind}, name="x"), model_of(whole, name="x")) == []
 
 
+BERT = {"model_type": "bert", "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
@@ -127,6 +135,12 @@ LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "num_attent
     [
         ({"model_type": "mixtral"}, 'model_type="mixtral" is not supported; supported: gpt2, llama'),
         ({}, "model_type=null is not supported"),
+        (BERT | {"is_decoder": True}, "is_decoder=true is not supported; false is"),
+        (BERT | {"add_cross_attention": True}, "add_cross_attention is not supported"),
+        (BERT | {"position_embedding_type": "relative_key"}, 'position_embedding_type="relative_key" is not supported'),
+        (BERT | {"architectures": ["BertForQuestionAnswering"]}, 'architectures=["BertForQuestionAnswering"] is not'),
+        (BERT | {"tie_word_embeddings": False}, "model.tie_word_embeddings=false is no choice of model.family=bert"),
+        (BERT | {"embedding_size": 8}, "embedding_size is not known, and so may matter"),
         (LLAMA | {"sparse_moe": 1}, "sparse_moe is not known, and so may matter; recipes/convert.py import --ignore"),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts is not supported"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),

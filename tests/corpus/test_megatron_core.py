@@ -168,7 +168,9 @@ def test_the_recipe_writes_each_source_and_refuses_what_is_there(tmp_path):
 
     def run(*overrides):
         sources = "data.sources=[{path: a.jsonl, weight: 3}, {path: b.jsonl}]"
-        command = [sys.executable, str(RECIPE), "data.sequence_length=8", sources, "prepare.megatron=out/c", *overrides]
+        batch = "train.global_batch_size=4096"  # of a training: these files know none
+        command = [sys.executable, str(RECIPE), "data.sequence_length=8", batch, sources]
+        command += ["prepare.megatron=out/c", *overrides]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     done = run("data.validation_fraction=0.2")

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from conf.schema import Config, DataConfig, Family, ModelConfig, ParallelConfig
+from conf.schema import Config, DataConfig, Family, ModelConfig, Objective, ParallelConfig
 from corpus.batches import Batch
 from corpus.dataset import Sample
 from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import FAMILIES, positions_travel
 from parallel.groups import SINGLE
 from parallel.plan import ParallelPlan
 
@@ -51,11 +52,13 @@ def tiny_config(*, family: Family = Family.llama, tied: bool = False, **changes:
     config = Config(
         model=ModelConfig(
             name="tiny", family=family, vocab_size=259, hidden_size=64, num_layers=4, num_attention_heads=4,
-            num_key_value_heads=None if family in (Family.gpt2, Family.gpt_neox) else 2, ffn_hidden_size=128,
-            max_position_embeddings=64, tie_word_embeddings=tied, make_vocab_size_divisible_by=8,
+            num_key_value_heads=None if FAMILIES[family].multi_head else 2, ffn_hidden_size=128,
+            max_position_embeddings=64, make_vocab_size_divisible_by=8,
+            tie_word_embeddings=tied or FAMILIES[family].head_transform,
         ),
         parallel=ParallelConfig(),
         data=DataConfig(sequence_length=SEQUENCE),
+        objective=Objective.clm if FAMILIES[family].causal else Objective.mlm,
         seed=1,
     )  # fmt: skip
     config.train.global_batch_size = 8
@@ -113,7 +116,7 @@ def reference_run(config: Config, *, steps: int = STEPS, model: Transformer | No
     curve = []
     for step in range(1, steps + 1):
         batch = global_batch(config, step)
-        inputs = (batch.tokens_BS, batch.positions_BS) if config.data.mask_documents else batch.tokens_BS
+        inputs = (batch.tokens_BS, batch.positions_BS) if positions_travel(config) else batch.tokens_BS
         logits = model(inputs)[..., : config.model.vocab_size].float()
         losses = F.cross_entropy(logits.flatten(0, 1), batch.labels_BS.flatten(), ignore_index=-100, reduction="sum")
         loss = losses / (batch.labels_BS != -100).sum()

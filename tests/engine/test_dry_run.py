@@ -17,6 +17,7 @@ SP, NO_SP = "parallel.sequence_parallel=true", "parallel.sequence_parallel=false
 SELECTIVE, FULL = "parallel.recompute=selective", "parallel.recompute=full parallel.recompute_interval=3"
 
 WIDE = "parallel.tp=4 parallel.pp=2 train.global_batch_size=64 data.sequence_length=1024 train.micro_batch_size=2"
+BERT = "objective=mlm parallel.tp=4 parallel.pp=2 train.global_batch_size=64 data.sequence_length=512"
 WINDOW = "model.sliding_window=512"
 KINDS = ",".join(["full_attention"] * 11 + ["sliding_attention"] * 13)
 SOME = f"model.sliding_window=128 model.layer_types=[{KINDS}] train.global_batch_size=8"
@@ -41,6 +42,12 @@ CASES = {
     "qwen2-some-windows": (f"model=qwen2_5_0_5b parallel.pp=2 {SOME} data.mask_documents=false", 2, (1, 0, 0)),
     "pythia": (f"model=pythia_6_9b {WIDE} {SP} {DROPOUT} data.mask_documents=true", 16, (1, 1, 3)),
     "pythia-full": (f"model=pythia_1_4b {WIDE} {NO_SP} {FULL} data.mask_documents=false", 16, (0, 1, 3)),
+    "bert": (f"model=bert_110m {BERT} {SP} data.mask_documents=true", 16, (0, 0, 1)),
+    "bert-head": (f"model=bert_110m {BERT} {SP} {SELECTIVE} data.mask_documents=false", 16, (1, 0, 3)),
+    "bert-one-device": ("model=bert_110m objective=mlm precision=fp32", 1, (0, 0, 0)),
+    "megatron-bert-3.9b-first": (f"model=megatron_bert_3_9b {BERT} {NO_SP} train.micro_batch_size=8", 16, (0, 1, 2)),
+    "megatron-bert-3.9b-head": (f"model=megatron_bert_3_9b {BERT} {SP} train.micro_batch_size=8", 16, (1, 1, 2)),
+    "megatron-bert-1.3b-full": (f"model=megatron_bert_1_3b {BERT} {NO_SP} {FULL}", 16, (1, 0, 0)),
     "one-device": ("model=gpt2_350m data.mask_documents=false precision=fp32", 1, (0, 0, 0)),
 }
 

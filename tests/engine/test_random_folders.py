@@ -16,7 +16,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from engine.weights_export import export_weights, open_stored
 from engine.weights_import import import_weights
@@ -26,7 +26,7 @@ from parallel.sizes import parameter_count
 from tests.model.test_huggingface import build
 
 LENGTH = 20
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox")
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bert", "megatron-bert")
 KINDS = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=2, max_size=2)
 
 
@@ -66,6 +66,12 @@ def configs(draw: Any, family: str) -> dict[str, Any]:
             hidden_act=draw(st.sampled_from(["gelu", "gelu_new", "gelu_fast", "relu"])),
             rope_parameters=rope(draw, partial_rotary_factor=draw(st.sampled_from([0.25, 0.5, 1.0]))),
         )  # fmt: skip
+    if "bert" in family:
+        return shared | dict(
+            tie_word_embeddings=True, layer_norm_eps=epsilon, type_vocab_size=draw(st.integers(1, 4)),
+            hidden_act=draw(st.sampled_from(["gelu", "gelu_new", "relu", "silu"])),
+            pad_token_id=draw(st.integers(0, 4)),
+        )  # fmt: skip
     shared |= dict(
         num_key_value_heads=draw(st.sampled_from([n for n in (1, 2, 3, 6) if heads % n == 0])), head_dim=head_dim,
         rms_norm_eps=epsilon, rope_parameters=rope(draw),
@@ -90,7 +96,8 @@ def test_a_random_folder_computes_the_same_here_and_comes_back_unchanged(family:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, attn_implementation="eager", **given_config)
-    network = AutoModelForCausalLM.from_config(config)
+    auto = AutoModelForMaskedLM if "bert" in family else AutoModelForCausalLM
+    network = auto.from_config(config)
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.15)
     network = network.to(dtype)
@@ -105,7 +112,7 @@ def test_a_random_folder_computes_the_same_here_and_comes_back_unchanged(family:
         tokens = torch.randint(0, done.model.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             # Loaded anew: a cast of a whole model rounds its rotary frequencies too.
-            whole = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32, attn_implementation="eager")
+            whole = auto.from_pretrained(theirs, dtype=torch.float32, attn_implementation="eager")
             wanted = whole(input_ids=tokens, use_cache=False).logits
             torch.testing.assert_close(mine(tokens), wanted, rtol=1e-5, atol=1e-5)
         export_weights(open_stored(ours), back, dtype=None, max_bytes=10_000, tokenizer=None, say=print)

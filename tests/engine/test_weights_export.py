@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from conf.huggingface import model_of, read_config
 from conf.huggingface_config import huggingface_config
-from conf.schema import Config, Family
+from conf.schema import Activation, Config, Family, Objective
 from corpus.batches import IGNORED, Batch
 from engine.initial_weights import load_weights
 from engine.sample import whole_vocabulary
@@ -34,19 +34,21 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3 tied": dict(family=Family.qwen3, tied=True, model__head_dim=24),
     "gpt_neox one after the other, tied": dict(family=Family.gpt_neox, tied=True, model__parallel_residual=False),
     "llama, biases": dict(family=Family.llama, model__attention_bias=True, model__mlp_bias=True),
+    "bert": dict(family=Family.bert, model__type_vocab_size=3, model__norm_epsilon=1e-12),
+    "megatron_bert": dict(family=Family.megatron_bert, model__activation=Activation.gelu_tanh),
     "mistral": dict(family=Family.mistral, model__sliding_window=7),
     "qwen2": dict(
         family=Family.qwen2, model__sliding_window=5,
         model__layer_types=["full_attention", "sliding_attention"] * 2,
     ),
 }  # fmt: skip
-SHORT = ("gpt2 tied", "gpt_neox", "qwen3 tied")
+SHORT = ("gpt2 tied", "gpt_neox", "qwen3 tied", "bert")
 STEPS = 2
 
 
 def config_of(case: str) -> Config:
     return tiny_config(
-        parallel__tp=2, parallel__pp=2, zero__stage=1, parallel__sequence_parallel=case == "gpt_neox",
+        parallel__tp=2, parallel__pp=2, zero__stage=1, parallel__sequence_parallel=case in ("gpt_neox", "bert"),
         data__mask_documents=False, **CASES[case],
     )  # fmt: skip
 
@@ -83,7 +85,8 @@ def train_from(config: Config, weights: Path, folder: Path) -> tuple[float, list
 )
 def test_training_starts_from_a_folder_and_its_export_has_the_ranks_logits(case: str, tmp_path: Path) -> None:
     config = config_of(case)
-    theirs = AutoModelForCausalLM.from_config(their_config(config, tmp_path))
+    auto = AutoModelForMaskedLM if config.objective is Objective.mlm else AutoModelForCausalLM
+    theirs = auto.from_config(their_config(config, tmp_path))
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -97,7 +100,7 @@ def test_training_starts_from_a_folder_and_its_export_has_the_ranks_logits(case:
         open_stored(tmp_path / "run"), tmp_path / "out", dtype=None, max_bytes=200_000, tokenizer=None, say=print
     )
     assert done.has_tokenizer and not done.notes
-    network, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    network, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(after[:, :vocab], network(tokens).logits[0].detach(), rtol=0, atol=1e-5)
     assert (after - before).abs().max() > 1e-3, "two steps have changed the model"

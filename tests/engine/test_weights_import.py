@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertForPreTraining
 
 from conf.huggingface import model_of
 from conf.schema import ModelConfig
@@ -21,7 +21,7 @@ from engine.weights_export import export_weights, open_stored
 from engine.weights_import import import_weights, source_folder
 from recipes import convert
 from tests.model.reference import small_model
-from tests.model.test_huggingface import CASES, batch, theirs
+from tests.model.test_huggingface import CASES, batch, their_config, theirs
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -68,11 +68,12 @@ def test_a_folder_of_every_family_goes_in_and_out_unchanged(case: str, tmp_path:
     assert len(list((tmp_path / "c").glob("model-*.safetensors"))) > 1
     configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in "ac"]
     assert configs[0] == configs[1]
-    network, info = AutoModelForCausalLM.from_pretrained(tmp_path / "c", output_loading_info=True)
+    auto = AutoModelForMaskedLM if "bert" in case else AutoModelForCausalLM
+    network, info = auto.from_pretrained(tmp_path / "c", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     # fp32 in between, with the values of the folder's own number format
     tokens, _ = batch(small_model(**CASES[case]))
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "weights", dtype=torch.float32)
+    whole = auto.from_pretrained(tmp_path / "b" / "weights", dtype=torch.float32)
     assert torch.equal(whole(tokens).logits, network.float()(tokens).logits)
 
 
@@ -108,6 +109,42 @@ def test_the_base_model_without_its_prefix_and_with_old_buffers_is_read(tmp_path
     exported(tmp_path / "b", tmp_path / "c")
     del bare["h.0.attn.bias"]
     assert_same(values_of(tmp_path / "c"), bare)
+
+
+def test_berts_parts_for_other_tasks_are_left_out_by_name_and_tensorflows_names_are_known(tmp_path: Path) -> None:
+    """As google-bert's folders are: BertForPreTraining's pooler and next-sentence head, gamma and beta, tied copies."""
+    model = saved("bert", tmp_path / "a", dtype=torch.float32)
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    whole = BertForPreTraining(their_config(model)).state_dict()
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    given = {}
+    for name, tensor in (whole | tensors).items():
+        (end,) = [end for end in old if name.endswith(end)] or [""]
+        given[name.removesuffix(end) + old.get(end, "")] = tensor.clone()
+    given["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    given["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+    given["bert.embeddings.position_ids"] = torch.zeros(1, 32)
+    save_file(given, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"architectures": ["BertForPreTraining"]}
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"pooler_type": "first_token_transform"}))
+    done = import_weights(tmp_path / "a", tmp_path / "b", ignored=(), say=silent)
+    assert done.aside == (
+        "bert.embeddings.position_ids", "bert.pooler.dense.bias", "bert.pooler.dense.weight",
+        "cls.predictions.decoder.bias", "cls.predictions.decoder.weight", "cls.seq_relationship.bias",
+        "cls.seq_relationship.weight",
+    )  # fmt: skip
+    assert_same(values_of(tmp_path / "b" / "weights"), tensors)
+    given["cls.predictions.decoder.bias"][3] += 1
+    save_file(given, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"^the head is tied, but cls\.predictions\.decoder\.bias is not cls\.predict"):
+        import_weights(tmp_path / "a", tmp_path / "c", ignored=(), say=silent)
+    del given["cls.predictions.decoder.bias"], given["cls.predictions.transform.dense.weight"]
+    given["classifier.weight"] = torch.zeros(2, 64)
+    save_file(given, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"no tensor cls\.predictions\.transform\.dense\.weight\n.*no tensor classifier"
+    ):
+        import_weights(tmp_path / "a", tmp_path / "c", ignored=(), say=silent)
 
 
 def test_a_pickle_of_older_versions_is_read_without_running_it(tmp_path: Path) -> None:

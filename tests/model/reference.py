@@ -18,6 +18,8 @@ from conf.schema import Family, ModelConfig
 from model.tensor_parallel.parameter import ParameterInfo, join_ranks, to_canonical
 
 Weights = Mapping[str, Tensor]
+BERT = (Family.bert, Family.megatron_bert)
+PLAIN = (Family.gpt2, Family.gpt_neox, *BERT)  # LayerNorm, and a feed-forward layer without a gate
 
 
 def random_weights(infos: Sequence[ParameterInfo], *, seed: int = 7) -> dict[str, Tensor]:
@@ -54,7 +56,7 @@ def assert_equal_gradients(ours: Weights, reference: Weights, *, atol: float) ->
 
 
 def norm(x: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
-    if model.family in (Family.gpt2, Family.gpt_neox):
+    if model.family in PLAIN:
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / (centred.pow(2).mean(-1, keepdim=True) + model.norm_epsilon).sqrt()
         return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -81,8 +83,10 @@ def rotate(x_BNSD: Tensor, positions_BS: Tensor, theta: float) -> Tensor:
 
 
 def rotated_elements(model: ModelConfig, head_dim: int) -> int:
-    """Of each head: all, in GPT-NeoX a part of it, in GPT-2 none."""
-    share = {Family.gpt2: 0.0, Family.gpt_neox: model.rotary_fraction or 0.25}.get(model.family, 1.0)
+    """Of each head: all, in GPT-NeoX a part of it, in GPT-2 and BERT none."""
+    share = {**dict.fromkeys((Family.gpt2, *BERT), 0.0), Family.gpt_neox: model.rotary_fraction or 0.25}.get(
+        model.family, 1.0
+    )
     return int(head_dim * share)
 
 
@@ -104,7 +108,9 @@ def attention(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: Mod
     scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])
     document = (positions_BS == 0).cumsum(1)
     index = torch.arange(length)
-    visible = (index[None, :] <= index[:, None]) & (document[:, :, None] == document[:, None, :])
+    visible = document[:, :, None] == document[:, None, :]
+    if model.family not in BERT:
+        visible = visible & (index[None, :] <= index[:, None])
     if model.sliding_window is not None and sees_window(model, layer):
         visible &= index[:, None] - index[None, :] < model.sliding_window
     out = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1) @ v
@@ -112,7 +118,7 @@ def attention(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: Mod
 
 
 def activation(y: Tensor, model: ModelConfig) -> Tensor:
-    chosen = getattr(model.activation, "value", "gelu" if model.family == Family.gpt_neox else "gelu_tanh")
+    chosen = getattr(model.activation, "value", "gelu_tanh" if model.family == Family.gpt2 else "gelu")
     if chosen == "gelu":
         return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
     if chosen == "relu":
@@ -123,13 +129,16 @@ def activation(y: Tensor, model: ModelConfig) -> Tensor:
 
 
 def mlp(x: Tensor, w: Weights, name: str, model: ModelConfig) -> Tensor:
-    if model.family not in (Family.gpt2, Family.gpt_neox):
+    if model.family not in PLAIN:
         gate = linear(x, w, f"{name}.gate")
         return linear(gate / (1 + (-gate).exp()) * linear(x, w, f"{name}.up"), w, f"{name}.down")
     return linear(activation(linear(x, w, f"{name}.up"), model), w, f"{name}.down")
 
 
 def block(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelConfig, layer: int = 0) -> Tensor:
+    if model.family == Family.bert:
+        x = norm(x + attention(x, positions_BS, w, f"{name}.attention", model), w, f"{name}.attention_norm", model)
+        return norm(x + mlp(x, w, f"{name}.mlp", model), w, f"{name}.mlp_norm", model)
     seen = norm(x, w, f"{name}.attention_norm", model)
     added = x + attention(seen, positions_BS, w, f"{name}.attention", model, layer)
     parallel = model.family == Family.gpt_neox and model.parallel_residual is not False
@@ -138,12 +147,21 @@ def block(x: Tensor, positions_BS: Tensor, w: Weights, name: str, model: ModelCo
 
 def transformer(tokens_BS: Tensor, positions_BS: Tensor, w: Weights, model: ModelConfig) -> Tensor:
     x = w["embedding.word_embeddings.weight"][tokens_BS]
-    if model.family == Family.gpt2:
+    if model.family in (Family.gpt2, *BERT):
         x = x + w["embedding.position_embeddings.weight"][positions_BS]
+    if model.family in BERT:
+        x = x + w["embedding.token_type_embeddings.weight"][0]
+    if model.family == Family.bert:
+        x = norm(x, w, "embedding.norm", model)
     for index in range(model.num_layers):
         x = block(x, positions_BS, w, f"blocks.{index}", model, index)
+    if model.family != Family.bert:
+        x = norm(x, w, "final_norm", model)
+    if model.family in BERT:
+        x = norm(activation(linear(x, w, "transform.dense"), model), w, "transform.norm", model)
+        return x @ w["embedding.word_embeddings.weight"].t() + w["transform.vocabulary.bias"]
     head = "embedding.word_embeddings" if model.tie_word_embeddings else "head"
-    return norm(x, w, "final_norm", model) @ w[f"{head}.weight"].t()
+    return x @ w[f"{head}.weight"].t()
 
 
 def cross_entropy(logits: Tensor, labels_BS: Tensor) -> Tensor:
@@ -158,9 +176,11 @@ def packed_positions(lengths: Sequence[Sequence[int]]) -> Tensor:
 
 
 def small_model(**changes: Any) -> ModelConfig:
-    """TINY of the field cases (kv heads 2, head size 16, ffn 128), two layers."""
+    """TINY of the field cases (kv heads 2, head size 16, ffn 128), two layers; BERT's head is tied in any case."""
     values: dict[str, Any] = dict(
         family=Family.llama, vocab_size=61, hidden_size=64, num_layers=2, num_attention_heads=4,
         num_key_value_heads=2, ffn_hidden_size=128, max_position_embeddings=32,
     )  # fmt: skip
-    return ModelConfig(**(values | changes))
+    values |= changes
+    values["tie_word_embeddings"] = values.get("tie_word_embeddings", False) or values["family"] in BERT
+    return ModelConfig(**values)

@@ -15,9 +15,12 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    MegatronBertConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -30,6 +33,7 @@ from model.layers import Transformer, build_layer_specs
 from model.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from model.tensor_parallel.parameter import count_parameters
 from model.tensor_parallel.random import RandomStreams
+from parallel.architecture import BIDIRECTIONAL
 from parallel.groups import SINGLE, AxisGroup
 from tests.model.reference import gather_gradients, infos_of, small_model
 from tests.ranks import run_ranks, tensor_axis
@@ -42,6 +46,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GPT2 = dict(family=Family.gpt2, num_key_value_heads=None)
 NEOX = dict(family=Family.gpt_neox, num_key_value_heads=None)
 MISTRAL, QWEN2, QWEN3 = (dict(family=family) for family in (Family.mistral, Family.qwen2, Family.qwen3))
+BERT = dict(num_key_value_heads=None, tie_word_embeddings=True, norm_epsilon=1e-12)
 SOME = ["full_attention", "sliding_attention"]
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": dict(**GPT2, tie_word_embeddings=True, ffn_hidden_size=None),
@@ -66,6 +71,15 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_neox no biases, half a head": dict(
         **NEOX, attention_bias=False, rotary_fraction=0.5, rope_theta=300.0, activation=Activation.gelu_tanh,
         norm_epsilon=1e-3,
+    ),
+    "bert": dict(family=Family.bert, **BERT),
+    "bert, five token types, relu": dict(
+        family=Family.bert, type_vocab_size=5, activation=Activation.relu, ffn_hidden_size=96, **BERT
+    ),
+    "megatron_bert": dict(family=Family.megatron_bert, **BERT),
+    "megatron_bert, one token type, gelu_new": dict(
+        family=Family.megatron_bert, type_vocab_size=1, activation=Activation.gelu_tanh,
+        **(BERT | dict(norm_epsilon=1e-3)),
     ),
 }  # fmt: skip
 
@@ -99,6 +113,15 @@ def their_config(model: ModelConfig) -> Any:
         num_attention_heads=model.num_attention_heads, intermediate_size=model.ffn_hidden_size,
         max_position_embeddings=model.max_position_embeddings,
     )  # fmt: skip
+    if model.family in BIDIRECTIONAL:
+        kind = BertConfig if model.family is Family.bert else MegatronBertConfig
+        acts = {Activation.relu: "relu", Activation.gelu_tanh: "gelu_new", None: "gelu"}
+        # transformers zeroes the gradient of pad_token_id's row
+        return kind(
+            hidden_act=acts[model.activation], layer_norm_eps=model.norm_epsilon, pad_token_id=None,
+            type_vocab_size=2 if model.type_vocab_size is None else model.type_vocab_size,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shared,
+        )  # fmt: skip
     if model.family is Family.gpt_neox:
         return GPTNeoXConfig(
             hidden_act="gelu_new" if model.activation else "gelu", layer_norm_eps=model.norm_epsilon,
@@ -126,7 +149,8 @@ def their_config(model: ModelConfig) -> Any:
 
 def theirs(model: ModelConfig) -> Any:
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(their_config(model))
+    auto = AutoModelForMaskedLM if model.family in BIDIRECTIONAL else AutoModelForCausalLM
+    network = auto.from_config(their_config(model))
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
     return network

@@ -16,6 +16,7 @@ from conf.schema import Activation, Family, ModelConfig
 from model.attention import Attention
 from model.block import Block
 from model.embedding import Embedding
+from model.head_transform import HeadTransform
 from model.huggingface import load_canonical
 from model.mlp import MLP
 from model.norm import LayerNorm, RMSNorm
@@ -110,7 +111,7 @@ def test_row_parallel_linear_is_linear(n: int, sp: bool, bias: bool) -> None:
 @pytest.mark.parametrize("n, sp", PLANS)
 @pytest.mark.parametrize("family", Family)
 def test_norm_under_sequence_parallelism_sums_weight_gradients(n: int, sp: bool, family: Family) -> None:
-    kind = LayerNorm if family in (Family.gpt2, Family.gpt_neox) else RMSNorm
+    kind = LayerNorm if family in reference.PLAIN else RMSNorm
 
     def build(tensor: AxisGroup, sp: bool) -> nn.Module:
         return kind(12, epsilon=1e-5, name="n", tensor=tensor, sequence_parallel=sp)
@@ -132,9 +133,11 @@ def test_embedding_is_a_table_look_up(n: int, sp: bool, family: Family) -> None:
 
     def plain(x: Tensor, w: dict) -> Tensor:
         hidden = w["embedding.word_embeddings.weight"][x]
-        if family == Family.gpt2:
+        if family in (Family.gpt2, *reference.BERT):
             hidden = hidden + w["embedding.position_embeddings.weight"][: x.shape[1]]
-        return hidden
+        if family in reference.BERT:
+            hidden = hidden + w["embedding.token_type_embeddings.weight"][0]
+        return reference.norm(hidden, w, "embedding.norm", model) if family == Family.bert else hidden
 
     check_layer(n, sp, build, plain, tokens, "-s")
 
@@ -207,6 +210,28 @@ def test_block_is_the_formula(n: int, sp: bool, choices: dict[str, Any]) -> None
         return WithPositions(block, lambda layer, x: layer((x, POSITIONS))[0])
 
     check_layer(n, sp, build, lambda x, w: reference.block(x, POSITIONS, w, "b", model), inputs(2, 16, 64), "ss")
+
+
+@pytest.mark.parametrize("n, sp", PLANS)
+@pytest.mark.parametrize("family", reference.BERT)
+def test_berts_layer_before_the_head_is_the_formula(n: int, sp: bool, family: Family) -> None:
+    model = small_model(family=family)
+
+    def build(tensor: AxisGroup, sp: bool) -> nn.Module:
+        transform = HeadTransform(model, padded_vocab_size=64, tensor=tensor, sequence_parallel=sp, seed=1)
+        return WithPositions(transform, handed_on)
+
+    def handed_on(layer: nn.Module, x: Tensor) -> Tensor:
+        hidden, bias = layer((x, POSITIONS))  # the bias is the head's: its gradient is tested with the whole model
+        return hidden + 0 * bias.sum()
+
+    def plain(x: Tensor, w: dict) -> Tensor:
+        if family == Family.megatron_bert:
+            x = reference.norm(x, w, "final_norm", model)
+        dense = reference.activation(reference.linear(x, w, "transform.dense"), model)
+        return reference.norm(dense, w, "transform.norm", model) + 0 * w["transform.vocabulary.bias"].sum()
+
+    check_layer(n, sp, build, plain, inputs(2, 16, 64), "ss")
 
 
 def run_cross_entropy(

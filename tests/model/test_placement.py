@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conf.schema import Family
 from model.huggingface import to_huggingface_state
-from model.huggingface_names import head_name, stored_tensors
+from model.huggingface_names import copies_in_folder, stored_tensors
 from model.placement import boxes
 from model.tensor_parallel.parameter import to_canonical
 from parallel.groups import AxisGroup
@@ -27,8 +27,8 @@ def stored_whole(model, padded: int) -> dict[str, torch.Tensor]:
     for parameter in whole.parameters():
         canonical |= to_canonical(parameter.detach(), parameter.info)
     state = to_huggingface_state(canonical, model)
-    if model.tie_word_embeddings:
-        del state[head_name(model)]
+    for copy in copies_in_folder(model):
+        del state[copy]
     return state
 
 

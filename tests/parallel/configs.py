@@ -50,7 +50,7 @@ def changed(config: Config, **changes: Any) -> Config:
     """The same object with fields set, strings turned into the field's Enum."""
     for key, value in changes.items():
         group, _, name = key.partition("__")
-        section = getattr(config, group)
+        section, name = (getattr(config, group), name) if name else (config, group)
         assert hasattr(section, name), key
         kind = type(getattr(section, name))
         setattr(section, name, kind(value) if isinstance(value, str) else value)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conf.schema import Config, DType, Family, Recompute, Schedule
 from engine import zero
 from parallel import data_axis
+from parallel.architecture import positions_travel
 from parallel.collective import Collective
 from parallel.communication import ledger
 from parallel.plan import ParallelPlan
@@ -156,7 +157,7 @@ def sent_and_listed(config: Config, live: int | None = None) -> tuple[dict[Any, 
     listed: dict[tuple[str, str], tuple[int, int]] = {}
     for call in ledger(config, plan, groups.pipeline.rank):
         if call.axis != "tensor":
-            messages = 2 if call.what == "activations" and config.data.mask_documents else 1  # positions by themselves
+            messages = 2 if call.what == "activations" and positions_travel(config) else 1  # positions by themselves
             calls, total = listed.get((call.axis, NAMES[call.operation]), (0, 0))
             key = call.axis, NAMES[call.operation]
             listed[key] = calls + messages * call.calls, total + call.total_bytes
@@ -195,6 +196,9 @@ STEPS: dict[str, tuple[int, dict[str, Any]]] = {
     "tied-pp4-zero0": (4, dict(**{**TIED, "parallel__pp": 4})),
     "pp2-zero1-tensor": (8, dict(zero__stage=1, parallel__pp=2, parallel__tp=2)),
     "dualpipev": (4, dict(parallel__pp=2, parallel__schedule=Schedule["dualpipev"], zero__stage=1)),
+    "bert-zero3": (2, dict(zero__stage=3, family=Family.bert)),
+    "bert-zero2": (2, dict(zero__stage=2, family=Family.megatron_bert)),
+    "bert-pp2": (4, dict(zero__stage=1, parallel__pp=2, family=Family.bert, data__mask_documents=False)),
     "eager1f1b": (2, dict(parallel__pp=2, parallel__schedule=Schedule["eager1f1b"], data__mask_documents=False)),
 }
 FAST = 4

@@ -76,6 +76,26 @@ def test_the_causal_convention_halves_attention_scores_only():
     assert whole - causal == 3 * 4 * (4 * 32 * 64) // 2
 
 
+def test_berts_have_the_parameters_of_transformers_and_their_head_and_all_scores_count():
+    from transformers import BertConfig, BertForMaskedLM, MegatronBertConfig, MegatronBertForMaskedLM
+
+    sizes = dict(vocab_size=300, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+    for family, config, network in (
+        (Family.bert, BertConfig, BertForMaskedLM),
+        (Family.megatron_bert, MegatronBertConfig, MegatronBertForMaskedLM),
+    ):
+        theirs = network(config(max_position_embeddings=128, type_vocab_size=3, **sizes))
+        ours = ModelConfig(
+            name="x", family=family, vocab_size=300, hidden_size=64, num_layers=3, num_attention_heads=4,
+            ffn_hidden_size=96, max_position_embeddings=128, type_vocab_size=3, tie_word_embeddings=True,
+        )  # fmt: skip
+        assert parameter_count(ours) == sum(p.numel() for p in theirs.parameters())
+        block = 2 * (4 * 64 * 64 + 2 * 64 * 96) + 4 * 32 * 64
+        head = 2 * 64 * (64 + 300)  # the dense layer before the logits, and they
+        for causal in (False, True):  # there is no mask to leave a half
+            assert model_flops_per_token(ours, 32, causal=causal) == 3 * (3 * block + head)
+
+
 def test_recomputation_leaves_mfu_alone_and_raises_hfu_by_a_third():
     # Head excluded, full recomputation repeats a third of forward + backward: HFU x 4/3 (case H4).
     model = tiny().model

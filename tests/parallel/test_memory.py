@@ -17,6 +17,7 @@ from conf.schema import Activation, Config, DType, Family, Recompute
 from model.layers import build_layer_specs, run_layers
 from model.tensor_parallel.random import RandomStreams
 from parallel.activations import block_bytes, blocks_bytes, micro_batch
+from parallel.architecture import FAMILIES
 from parallel.groups import SINGLE
 from parallel.ledger import Ledger
 from parallel.memory import predict, worst
@@ -199,7 +200,7 @@ def test_a_block_keeps_what_autograd_really_saves(family, dtype, dropout, recomp
     config.precision.dtype = dtype
     config.model.family = family
     config.model.hidden_dropout = config.model.attention_dropout = dropout
-    if family in (Family.gpt2, Family.gpt_neox):
+    if FAMILIES[family].multi_head:
         config.model.num_key_value_heads = None
     kept = micro_batch(config, padded_vocab_size=256, device="cpu")
     seen = kept.tables if recompute is Recompute.none else 0  # a checkpoint holds them by its closure

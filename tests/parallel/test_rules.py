@@ -16,6 +16,7 @@ def refusals(*, world: int = 1, device: str | None = None, **changes) -> tuple[s
     return raised.value.problems
 
 
+BERT = dict(model__family="bert", model__num_key_value_heads=None, model__tie_word_embeddings=True)
 SIXTEEN_HEADS = dict(model__num_attention_heads=16, model__num_key_value_heads=None, model__head_dim=8)
 
 CASES = {
@@ -137,6 +138,43 @@ CASES = {
         dict(world=2, parallel__pp=2, parallel__schedule="dualpipev", train__batch_ramp_up=[2, 2, 60]),
         "parallel.schedule=dualpipev needs 4 micro-batches (2 x parallel.pp=2) but a batch of 2 samples has 2; "
         "use train.global_batch_size of at least 4, a smaller train.micro_batch_size, or parallel.schedule=1f1b",
+    ),
+    "bidirectional and the next token": (
+        dict(objective="clm", **BERT),
+        "model.family=bert sees what comes after a token, which objective=clm asks for; use objective=mlm, or a causal "
+        "model",
+    ),
+    "causal and masks": (
+        dict(objective="mlm"),
+        "objective=mlm needs a model that sees both ways, but model.family=llama is causal; use model.family=bert or "
+        "megatron_bert (model=megatron_bert_336m), or objective=clm",
+    ),
+    "masks and conversations": (
+        dict(objective="mlm", data__format="conversations", **BERT),
+        "data.format=conversations is learnt answer by answer, which objective=mlm is not; use data.format=text, or a "
+        "causal model",
+    ),
+    "masks and a sample": (
+        dict(objective="mlm", train__sample_tokens=5, **BERT),
+        "train.sample_tokens=5 continues a text, which model.family=bert does not: it fills in masks; set "
+        "train.sample_tokens=0",
+    ),
+    "masks and adapters": (
+        dict(objective="mlm", lora__rank=4, **BERT),
+        "lora.rank=4 adapts causal models, but model.family=bert; set lora.rank=0, which trains all weights",
+    ),
+    "BERT's head is tied": (
+        dict(objective="mlm", **(BERT | dict(model__tie_word_embeddings=False))),
+        "model.tie_word_embeddings=false is no choice of model.family=bert, whose head is the word table and a bias; "
+        "set it to true",
+    ),
+    "BERT's heads": (
+        dict(objective="mlm", **(BERT | dict(model__num_key_value_heads=2))),
+        "model.num_key_value_heads=2: model.family=bert has as many as model.num_attention_heads=4; leave it null",
+    ),
+    "token types": (
+        dict(model__type_vocab_size=2),
+        "model.type_vocab_size=2 is no choice of model.family=llama; leave it null, or use bert, megatron_bert",
     ),
     "a V of one stage": (
         dict(parallel__schedule="dualpipev"),
