@@ -18,6 +18,7 @@ from conf.load import ConfigError
 
 Slots = dict[str, list[int]]  # host -> the devices that it gives; in the order of the ranks
 
+MOST_SLOTS = 4096
 LINE = re.compile(r"^(\S+)\s+slots=(\d+)(?=\s|#|$)", re.ASCII)
 NAME = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9][\w.-]*", re.ASCII)  # pdsh expands w[0-3], and -w, ^w and /w/ are others
 
@@ -64,6 +65,8 @@ def _problem(entry: str) -> str | None:
     match = LINE.match(entry)
     if match is None:
         return "it is not `NAME slots=RANKS` (small letters, a whole number)"
+    if int(match[2]) > MOST_SLOTS:
+        return f"no host has {match[2]} devices; give the ranks that it takes, {MOST_SLOTS} at the most"
     if int(match[2]) == 0:
         return "it has no slot; give it 1 or more, or take the line out"
     return None

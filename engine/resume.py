@@ -123,8 +123,8 @@ def _check_weights(config: Config) -> None:
 
 
 def _newest(config: Config) -> Start:
-    """The run that run.id names, else the one of the experiment that is unfinished, unused, of this model, and has the
-    newest checkpoint.
+    """The run that run.id names, else the one of the experiment that is unfinished, unused, of this model, not beyond
+    train.train_iters, and has the newest checkpoint.
     """
     run = config.run
     if run.id is not None:
@@ -135,7 +135,8 @@ def _newest(config: Config) -> Start:
     found = [_newest_first(folder.parent) for folder in run_folder_path(run, ".").glob("*/checkpoints")]
     for candidates in sorted(filter(None, found), key=lambda paths: paths[0].stat().st_mtime, reverse=True):
         folder = candidates[0].parents[1]
-        if not (folder / "complete.json").exists() and _is_same_kind(config, candidates):
+        fits = _steps(folder) <= config.train.train_iters and _is_same_kind(config, candidates)
+        if fits and not (folder / "complete.json").exists():
             with suppress(InUseError):
                 return _reopened(config, folder, candidates)
     note = f"resume=auto: no unfinished run of experiment {run.experiment} with this model; starting a new one"
@@ -177,16 +178,26 @@ def _named(path: Path) -> list[Path]:
 
 def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: bool = False) -> Start:
     changed = _checked(config, candidates)
+    complete, iters = folder / "complete.json", config.train.train_iters
+    trained = _steps(folder)
+    if trained > iters and not complete.exists():
+        raise ValueError(
+            f"run {folder.name} stands at step {trained}, and train.train_iters={iters} ends before it; give it at "
+            f"least {trained}, or start another run (another run.id, or resume=never)"
+        )
     opened = lock_run_folder(folder)
     remove_leftovers(folder / "checkpoints")
-    complete, iters = folder / "complete.json", config.train.train_iters
-    trained = [step for step, _ in list_checkpoints(folder / "checkpoints")]
-    if complete.exists() and trained and trained[-1] >= iters:
+    if complete.exists() and trained >= iters:
         return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")
     complete.unlink(missing_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
     note = "" if candidates else f"run {folder.name} has no checkpoint yet: it starts at step 0"
     return Start(opened.path, opened.lock, candidates, only=only, changed=changed, note=note)
+
+
+def _steps(folder: Path) -> int:
+    """That a run has trained, by its newest checkpoint."""
+    return max((step for step, _ in list_checkpoints(folder / "checkpoints")), default=0)
 
 
 def _newest_first(folder: Path, *, name: str = "checkpoints") -> list[Path]:

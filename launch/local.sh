@@ -36,7 +36,9 @@ while getopts "n:r:h" option; do
 done
 shift $((OPTIND - 1))
 [[ $# -ge 1 ]] || die "$usage"
-[[ -z $ranks || $ranks =~ ^[1-9][0-9]*$ ]] || die "-n $ranks is not a number of ranks; give 1 or more"
+[[ -z $ranks || $ranks =~ ^[1-9][0-9]{0,3}$ ]] || die "-n $ranks is not a number of ranks; give 1 to 9999"
+[[ -z ${MASTER_PORT:-} || ($MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -lt 65536) ]] ||
+    die "MASTER_PORT=$MASTER_PORT is not a port; give 1 to 65535, or unset it"
 [[ $restarts =~ ^[0-9]+$ ]] || die "-r $restarts is not a number of restarts; give 0 or more"
 
 recipe=$1

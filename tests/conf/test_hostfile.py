@@ -26,6 +26,7 @@ REFUSED = {  # text -> the line's number, and words of the message
     "w0\n": (1, "'w0': it is not `NAME slots=RANKS`"),
     "w0 slots=2\n\nw0 slots=4\n": (3, "'w0 slots=4': w0 is in line 1 already"),
     "w0 slots=0\n": (1, "it has no slot"),
+    "w0 slots=99999999999\n": (1, "no host has 99999999999 devices"),
     "w0 slots=two\n": (1, "'w0 slots=two': it is not"),
     "w0 slots=-1\n": (1, "'w0 slots=-1': it is not"),
     "w0 slots=2x\n": (1, "it is not `NAME slots=RANKS`"),

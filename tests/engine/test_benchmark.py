@@ -64,6 +64,7 @@ def test_unknown_part_of_a_plan_name_is_refused_with_what_is_known() -> None:
         plan_config("tp2_ep2", tiny())
 
 
+@pytest.mark.slow
 def test_benchmark_of_two_contenders_writes_table_and_json(tmp_path: Path) -> None:
     sizes = ["vocab_size=64", "hidden_size=32", "num_layers=2", "num_attention_heads=2", "ffn_hidden_size=64"]
     done = subprocess.run(

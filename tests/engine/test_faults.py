@@ -55,7 +55,7 @@ SIGNALS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if "rank 1" in name or "Ctrl" in name else pytest.mark.slow) for name in SIGNALS],
+    [pytest.param(name, marks=() if "rank 1" in name else pytest.mark.slow) for name in SIGNALS],
 )
 def test_a_signal_ends_the_run_after_a_saved_step(name: str, tmp_path: Path) -> None:
     """Case F7: whoever gets it, all ranks agree on the step; the code is 75; the next start goes on at +1."""

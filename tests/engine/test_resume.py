@@ -48,7 +48,7 @@ def test_auto_takes_the_newest_unfinished_run_of_this_model(tmp_path: Path) -> N
     make_run(tmp_path, "20260105-e")
     (wanted / "failed.json").write_text("{}")
     (wanted / "checkpoints" / ".step-00000101.partial").mkdir()
-    start = choose_start(config_of(tmp_path), rank=0)
+    start = choose_start(config_of(tmp_path, train__train_iters=100), rank=0)
     assert start.path == wanted and steps(start) == [100, 10, 9] and not start.only
     assert not (wanted / "failed.json").exists()
     assert not list((wanted / "checkpoints").glob(".*"))
@@ -83,6 +83,15 @@ def test_a_complete_run_has_nothing_left_unless_it_shall_train_longer(tmp_path: 
     assert choose_start(config_of(tmp_path, run__id="a"), rank=0).complete
     longer = choose_start(config_of(tmp_path, run__id="a", train__train_iters=30), rank=0)
     assert not longer.complete and steps(longer) == [20]
+
+
+def test_a_run_that_stands_beyond_the_steps_asked_for_is_neither_taken_nor_closed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "a", 10)
+    fewer = dict(train__train_iters=9)
+    assert choose_start(config_of(tmp_path, **fewer), rank=0).path != run
+    with pytest.raises(ValueError, match=r"run a stands at step 10, and train\.train_iters=9 ends before it"):
+        choose_start(config_of(tmp_path, run__id="a", **fewer), rank=0)
+    assert steps(choose_start(config_of(tmp_path, run__id="a"), rank=0)) == [10]
 
 
 def test_a_path_starts_a_new_run_or_goes_on_in_its_own(tmp_path: Path) -> None:

@@ -98,10 +98,17 @@ def test_a_recipe_is_found_from_any_folder(call):
     assert f"{ROOT}/recipes/pretrain.py" in call("-n", "1", "recipes/pretrain.py", DRY_RUN="1")[1]
 
 
+@pytest.mark.parametrize("port", ["abc", "80x", "99999", "-1", "0"])
+def test_a_port_that_is_none_ends_with_code_2_and_its_name(call, port):
+    code, out, err = call("-n", "2", "recipe.py", MASTER_PORT=port)
+    assert code == 2 and f"MASTER_PORT={port} is not a port; give 1 to 65535, or unset it" in err and out == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["-n", "none", "recipe.py"], "-n none is not a number of ranks"),
+        (["-n", "99999", "recipe.py"], "-n 99999 is not a number of ranks; give 1 to 9999"),
         (["nothing.py"], "there is no recipe nothing.py"),
         ([], "usage: launch/local.sh [-n RANKS] [-r RESTARTS] RECIPE OVERRIDES..."),
         (["recipe.py", "train.lrr=1"], "train.lrr is not a knob; did you mean train.lr?"),
