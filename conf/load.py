@@ -46,6 +46,8 @@ FACTOR = Range(lambda x: x == 0 or x > 1, "must be above 1, or 0 for none")
 UP_TO_1 = Range(lambda x: 0 <= x <= 1, "must be from 0 to 1")
 PART = Range(lambda x: 0 < x <= 1, "must be above 0 and at most 1")
 
+# Groups that no training reads.
+OF_RECIPES = ("benchmark", "promote", "probe", "plan", "prepare", "generate", "evaluate")
 RANGES: dict[Range, str] = {
     POSITIVE: """
         model.vocab_size model.hidden_size model.num_layers model.num_attention_heads model.num_key_value_heads
@@ -188,8 +190,7 @@ def from_plain(values: dict[str, Any]) -> Config:
 
 def fingerprint(config: Config) -> str:
     """sha256 of what determines the numbers a run computes: all but where it writes and what it starts from."""
-    recipes = ("benchmark", "promote", "probe", "plan", "prepare", "generate", "evaluate")
-    aside = ("run", "telemetry", "alerts", *recipes, "checkpoint", "resume")
+    aside = ("run", "telemetry", "alerts", *OF_RECIPES, "checkpoint", "resume")
     plain = {key: value for key, value in to_plain(config).items() if key not in aside}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

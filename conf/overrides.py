@@ -26,6 +26,7 @@ PROMPT = "prompt="  # recipes/generate.py: a text as it is typed, which Hydra's 
 UNQUOTED = ("token recognition error", "mismatched input '='")
 # Of a list or dict: quoted text (1); else an entry, with its key (2), its text (3) and the blanks behind (4).
 ENTRY = re.compile(r"""("[^"]*"|'[^']*')|(\s*(?:\w+:\s)?\s*)([^\[\]{},'"]*?)(\s*)(?=[\[\]{},'"]|$)""")
+SINGLE, DOUBLE = "'", '"'
 PLAIN = re.compile(r"[\w ./:@%+*$?|\\-]*", re.ASCII)
 
 
@@ -73,17 +74,17 @@ def in_quotes(text: str) -> str:
     key, _, value = text.partition("=")
     if value.lstrip().startswith(("[", "{")):
         return f"{key}={ENTRY.sub(_entry_in_quotes, value)}"
-    return f"{key}={_quoted(value)}"
+    return f"{key}={_between(DOUBLE, value)}"
 
 
 def _entry_in_quotes(match: re.Match[str]) -> str:
-    return match[0] if match[1] or PLAIN.fullmatch(match[3]) else f"{match[2]}{_quoted(match[3])}{match[4]}"
+    return match[0] if match[1] or PLAIN.fullmatch(match[3]) else f"{match[2]}{_between(DOUBLE, match[3])}{match[4]}"
 
 
-def _quoted(value: str) -> str:
-    """In Hydra's grammar a backslash is one but before a quote."""
-    inner = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + (match[2] and f"\\{match[2]}"), value)
-    return f'"{inner}"'
+def _between(mark: str, text: str) -> str:
+    """Quotes around a text as Hydra's grammar wants them, in which a backslash is one but before a quote."""
+    inner = re.sub(rf"(\\*)({mark}|\Z)", lambda found: 2 * found[1] + (f"\\{mark}" if found[2] else ""), text)
+    return f"{mark}{inner}{mark}"
 
 
 def opened(overrides: Sequence[str]) -> list[str]:
@@ -154,8 +155,7 @@ def with_prompts(arguments: Sequence[str]) -> list[str]:
 
 def quoted(text: str) -> str:
     """A text as a quoted value of Hydra's grammar that reads back as it is, with its quotes, backslashes and ${."""
-    plain = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # OmegaConf's own escape of an interpolation
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), plain) + "'"
+    return _between(SINGLE, re.sub(r"(\\*)\$\{", r"\1\1\\${", text))  # OmegaConf's own escape of an interpolation
 
 
 def explain(error: BaseException) -> str:

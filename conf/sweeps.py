@@ -8,10 +8,12 @@ counts. And whether a job can run on this machine. Not here: what it is called (
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
@@ -24,6 +26,8 @@ from conf.load import ConfigError, range_problems
 from conf.ranks import choose
 from conf.schema import Config
 from parallel.hardware import device_count, device_kind
+
+MOST_JOBS = 10_000  # each is composed and checked before the first starts
 
 
 def expand(overrides: Sequence[str], *, config_dir: str | None = None) -> list[tuple[str, ...]]:
@@ -47,6 +51,8 @@ def expand(overrides: Sequence[str], *, config_dir: str | None = None) -> list[t
         else:
             choices[key] = [text]
     random.setstate(state)
+    if (jobs := math.prod(map(len, choices.values()))) > MOST_JOBS:
+        raise ConfigError([f"{jobs:,} jobs are more than the {MOST_JOBS:,} that a sweep may have; name fewer values"])
     return list(itertools.product(*choices.values()))
 
 
@@ -58,12 +64,23 @@ def _values(override: Override, text: str, offered: Sequence[str]) -> list[str]:
         )  # fmt: skip
     value = override.value()
     try:
-        found = value.filter(list(offered)) if isinstance(value, Glob) else list(override.sweep_string_iterator())
+        found = value.filter(list(offered)) if isinstance(value, Glob) else _listed(override)
     except (ValueError, HydraException) as error:  # a range's step of 0
         raise ConfigError([f"{text}: {error}"]) from None
     if not found:
         raise ConfigError([f"{text} has no value: no job would run; give at least one"])
     return found
+
+
+def _listed(override: Override) -> list[str]:
+    if override.is_range_sweep() and (size := _size(override.value())) > MOST_JOBS:
+        raise ValueError(f"{size:,} values are more than the {MOST_JOBS:,} jobs that a sweep may have")
+    return list(override.sweep_string_iterator())
+
+
+def _size(values: Any) -> int:
+    """Of a range(FROM, TO, STEP)."""
+    return max(0, math.ceil((values.stop - values.start) / values.step)) if values.step else 0
 
 
 def fixed_config(overrides: Sequence[str], *, config_dir: str | None = None) -> tuple[Config, set[str]]:

@@ -36,6 +36,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """Of a complete checkpoint's folder; 0 where its name is another's."""
+    return next((step for step, one in list_checkpoints(path.parent) if one == path), 0)
+
+
 def partial_path(folder: Path, step: int) -> Path:
     """Where a checkpoint is written before it has its name."""
     return folder / f".step-{step:08d}.partial"

@@ -140,7 +140,7 @@ def _validation(config: Config, length: int, progress: Progress) -> Job:
             "in evaluate.files"
         )
     rows = partial(dataset_rows, held_out, limit=config.evaluate.limit)
-    progress(f"validation {', '.join(source.label for source in corpus.sources)}")
+    progress(f"{'corpus':<10} {', '.join(source.label for source in corpus.sources)}")
     return Job(EvaluateTask.loss, "validation", lambda scorer: text_score(rows(), scorer, corpus.tokenizer))
 
 

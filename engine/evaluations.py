@@ -21,6 +21,7 @@ from corpus.scored_rows import Row, continuation_row, overlapping_rows
 from corpus.token_bytes import token_bytes
 from corpus.tokenizer import Tokenizer
 from corpus.wikitext import detokenised, read_wikitext, word_count
+from engine.failure import StopRun
 from engine.scoring import Scorer
 
 Metrics = dict[str, float]
@@ -92,10 +93,11 @@ def text_score(rows: Iterable[Row], scorer: Scorer, tokenizer: Tokenizer) -> Tex
             seen[0] += int(lengths[row.targets].sum())
             yield row
 
-    scores = [(score.nats, score.count) for score in scorer.score(counted())]
-    nats, counts = zip(*scores, strict=True)
-    assert sum(counts), "no row predicts anything"
-    return TextScore(math.fsum(nats), sum(counts), seen[0], len(scores))
+    scores = list(scorer.score(counted()))
+    tokens = sum(score.count for score in scores)
+    if tokens == 0:
+        raise StopRun("no token of the text counts, so it has no loss: it is too short, or all is masked from the loss")
+    return TextScore(math.fsum(score.nats for score in scores), tokens, seen[0], len(scores))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from conf.huggingface_config import FREE
-from conf.load import leaves, to_plain
+from conf.load import OF_RECIPES, leaves, to_plain
 from conf.schema import Config
 from engine.checkpoint_folder import (
     ADAPTER_CONFIG,
@@ -20,6 +20,7 @@ from engine.checkpoint_folder import (
     list_checkpoints,
     read_manifest,
     remove_leftovers,
+    step_of,
 )
 from engine.checkpoints import Checkpoints, Progress
 from engine.distributed import broadcast
@@ -42,8 +43,7 @@ from telemetry.timeline import Timeline
 
 FREE_OF_LORA = ("dropout", "initialize_from")
 ORIGIN = "origin.json"  # in the folder of a run that was started from another's checkpoint
-RECIPES = ("benchmark", "plan", "probe", "promote", "generate", "evaluate")
-ASIDE = ("model", "run", "telemetry", "alerts", *RECIPES, "checkpoint", "resume", "initialize_from")
+ASIDE = ("model", "run", "telemetry", "alerts", *OF_RECIPES, "checkpoint", "resume", "initialize_from")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _newest(config: Config) -> Start:
     found = [_newest_first(folder.parent) for folder in run_folder_path(run, ".").glob("*/checkpoints")]
     for candidates in sorted(filter(None, found), key=lambda paths: paths[0].stat().st_mtime, reverse=True):
         folder = candidates[0].parents[1]
-        fits = _steps(folder) <= config.train.train_iters and _is_same_kind(config, candidates)
+        fits = step_of(candidates[0]) <= config.train.train_iters and _is_same_kind(config, candidates)
         if fits and not (folder / "complete.json").exists():
             with suppress(InUseError):
                 return _reopened(config, folder, candidates)
@@ -156,6 +156,7 @@ def _at(config: Config, path: Path) -> Start:
     if own is not None and candidates[0].parents[1] == own.resolve():
         return _reopened(config, own, candidates, only=only)
     changed = _checked(config, candidates)
+    _require_steps(config, candidates)
     start = _fresh(config, candidates=candidates, only=only, changed=changed)
     assert start.path is not None
     write_json(start.path / ORIGIN, {"resume": str(path)})
@@ -179,15 +180,12 @@ def _named(path: Path) -> list[Path]:
 def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: bool = False) -> Start:
     changed = _checked(config, candidates)
     complete, iters = folder / "complete.json", config.train.train_iters
-    trained = _steps(folder)
-    if trained > iters and not complete.exists():
-        raise ValueError(
-            f"run {folder.name} stands at step {trained}, and train.train_iters={iters} ends before it; give it at "
-            f"least {trained}, or start another run (another run.id, or resume=never)"
-        )
+    if not complete.exists():
+        _require_steps(config, candidates)
     opened = lock_run_folder(folder)
     remove_leftovers(folder / "checkpoints")
-    if complete.exists() and trained >= iters:
+    trained = [step for step, _ in list_checkpoints(folder / "checkpoints")]
+    if complete.exists() and trained and trained[-1] >= iters:
         return Start(opened.path, opened.lock, complete=True, note=f"run {folder.name} has trained its {iters} steps")
     complete.unlink(missing_ok=True)
     (folder / "failed.json").unlink(missing_ok=True)
@@ -195,9 +193,13 @@ def _reopened(config: Config, folder: Path, candidates: list[Path], *, only: boo
     return Start(opened.path, opened.lock, candidates, only=only, changed=changed, note=note)
 
 
-def _steps(folder: Path) -> int:
-    """That a run has trained, by its newest checkpoint."""
-    return max((step for step, _ in list_checkpoints(folder / "checkpoints")), default=0)
+def _require_steps(config: Config, candidates: list[Path]) -> None:
+    """ValueError where the run would end before the step that it goes on from."""
+    if candidates and step_of(candidates[0]) > config.train.train_iters:
+        raise ValueError(
+            f"{candidates[0]} is beyond train.train_iters={config.train.train_iters}; raise that, or start another run "
+            "(another run.id, or resume=never)"
+        )
 
 
 def _newest_first(folder: Path, *, name: str = "checkpoints") -> list[Path]:

@@ -48,5 +48,6 @@ def held(config: Config) -> int:
     if config.resume != "auto":
         return 0
     experiment = run_folder_path(config.run, config.run.id or "any").parent
-    runs = [experiment / config.run.id] if config.run.id else sorted(experiment.glob("*"))
+    runs = sorted(one for one in experiment.glob("*") if not (one / "complete.json").exists())
+    runs = [experiment / config.run.id] if config.run.id else runs
     return len(list((runs[-1] / "checkpoints").glob("step-*"))) if runs else 0

@@ -43,6 +43,7 @@ USAGE = (
     'usage: python launch/submit.py [--sbatch "OPTIONS"] [--interface NAME] [-m [--id SWEEP] [--array-limit JOBS]] '
     "RECIPE OVERRIDES..."
 )
+MOST = 100_000  # hosts, tasks or GPUs
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -96,6 +97,9 @@ def asked(options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         parser.add_argument(*names)
     parser.add_argument("--gres")
     given = {name: number(value) for name, value in vars(parser.parse_known_args(options)[0]).items()}
+    for name, value in given.items():
+        if value is not None and value > MOST:
+            raise ConfigError([f"--sbatch: --{name.replace('_', '-')} {value}: no cluster has so many"])
     nodes, tasks, per_node = given["nodes"] or 1, given["ntasks"], given["ntasks_per_node"]
     if per_node is None and tasks is not None and given["nodes"] is not None:
         per_node = -(-tasks // nodes)

@@ -89,9 +89,13 @@ def test_a_run_that_stands_beyond_the_steps_asked_for_is_neither_taken_nor_close
     run = make_run(tmp_path, "a", 10)
     fewer = dict(train__train_iters=9)
     assert choose_start(config_of(tmp_path, **fewer), rank=0).path != run
-    with pytest.raises(ValueError, match=r"run a stands at step 10, and train\.train_iters=9 ends before it"):
+    with pytest.raises(ValueError, match=r"step-00000010 is beyond train\.train_iters=9; raise that"):
         choose_start(config_of(tmp_path, run__id="a", **fewer), rank=0)
     assert steps(choose_start(config_of(tmp_path, run__id="a"), rank=0)) == [10]
+    earlier = make_run(tmp_path, "b", 5, 10) / "checkpoints" / "step-00000005"
+    config = config_of(tmp_path, run__id="b", **fewer)
+    config.resume = str(earlier)
+    assert steps(choose_start(config, rank=0)) == [5]  # going back behind the newest is no fault
 
 
 def test_a_path_starts_a_new_run_or_goes_on_in_its_own(tmp_path: Path) -> None:

@@ -201,6 +201,8 @@ def test_a_run_that_is_gone_on_with_has_some_of_them_already(tmp_path):
 
     assert (held("resume=auto", "run.id=a"), held("resume=auto"), held("run.id=a")) == (2, 0, 0)  # b is the newest
     assert held("resume=auto", "run.experiment=none") == 0
+    (tmp_path / "default" / "b" / "complete.json").touch()
+    assert held("resume=auto") == 2  # of a, as b has come to its end
 
 
 def test_needs_are_those_of_the_ranks_of_this_host():

@@ -97,6 +97,7 @@ def test_a_dry_run_prints_and_writes_nothing(call, monkeypatch, tmp_path):
             ["--sbatch", "-N 3 --ntasks-per-node=1 --gpus-per-node=1", RECIPE, "parallel=tp2"],
             "does not divide the 3 slots",
         ),
+        (["--sbatch", "-N 99999999999 --ntasks-per-node=9", RECIPE], "--nodes 99999999999: no cluster has so many"),
         (["--sbatch", "-N2 -n6 --gres=gpu:a100:8", RECIPE], "host 0 has 3 tasks and 8 GPUs"),
         (["--sbatch", "--nodes=2 --gpus-per-node=8", RECIPE, "train.global_batch_size=8"], "train.global_batch_size=8"),
         (["-m", "--sbatch", "-n 4", RECIPE, "parallel.tp=2,3"], "job 1 (parallel.tp=3): parallel.tp=3"),

@@ -85,6 +85,7 @@ def test_shuffled_jobs_come_in_the_same_order_every_time():
         ("train.lr=1,", "cannot read 'train.lr=1,'"),
         ("train.lr=interval(1,2)", "train.lr=interval(1,2): an interval has no list of values"),
         ("seed=range(3,1)", "seed=range(3,1) has no value: no job would run"),
+        ("seed=range(0,1000000000)", "seed=range(0,1000000000): 1,000,000,000 values are more than the 10,000"),
         ("parallel=glob(none*)", "parallel=glob(none*) has no value"),
         ("seed=range(1,3,0)", "seed=range(1,3,0): range() arg 3 must not be zero"),
         ("train.lr=range(1.0,3,0)", "train.lr=range(1.0,3,0): Invalid range values"),
