@@ -36,6 +36,9 @@ def problems(overrides: Sequence[str], *, options: Mapping[str, Sequence[str]]) 
     defaults = OmegaConf.structured(Config)
     lines = []
     for text in overrides:
+        if (shown := text.encode(errors="replace").decode()) != text:
+            lines.append(f"cannot read {shown!r}: ? stands where bytes are no UTF-8; write it in UTF-8")
+            continue
         try:
             override = parser.parse_override(text)
         except HydraException as error:

@@ -1,6 +1,8 @@
-"""How many ranks a command line needs on this machine: for launch/local.sh, before anything starts.
+"""How many ranks a command line needs on this machine, and whether it can run on them: for launch/local.sh, before
+anything starts.
 
-    python -m conf.ranks experiment=stdlib_tp2_pp2        prints: 4
+    python -m conf.ranks pretrain.py "" experiment=stdlib_tp2_pp2       prints: 4
+    python -m conf.ranks pretrain.py 4 experiment=stdlib_tp2_pp2        checks that they are 4
 
 On CPU that is tp x pp. On GPUs it is the most data-parallel copies of the model that fit on them and divide the batch.
 Where GPUs are fewer than tp x pp and the command line names no plan itself, the plan shrinks to what they allow: the
@@ -17,23 +19,21 @@ if __name__ == "__main__":
 
     interrupts.while_imports_run()
 
-from conf.cli import compose_config, parse_flags, without_launcher_arguments
+from conf.cli import compose_config, parse_flags, require_plan, without_launcher_arguments
 from conf.load import ConfigError, range_problems
 from conf.schema import Config
 from parallel import rules
 from parallel.hardware import device_count, device_kind
 
 SMALLER_PLANS = ("tp2", "tp1")  # tried in this order
+TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
 
 
 def choose(
     arguments: Sequence[str], *, device: str, devices: int, config_dir: str | None = None
 ) -> tuple[int, list[str]]:
     """Number of ranks, and overrides to add. Raises ConfigError where no number of ranks fits."""
-    config = compose_config(arguments, config_dir=config_dir)
-    problems = range_problems(config)
-    if problems:
-        raise ConfigError(problems)
+    config = composed(arguments, config_dir=config_dir)
     needed = config.parallel.tp * config.parallel.pp
     if device == "cpu":
         return needed, []
@@ -59,11 +59,29 @@ def _most(config: Config, devices: int, device: str) -> int:
     return needed
 
 
+def composed(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
+    """The configuration of these words, every knob within its range. Raises ConfigError."""
+    config = compose_config(arguments, config_dir=config_dir)
+    problems = range_problems(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
 def main() -> int:
+    recipe, number, *words = sys.argv[1:]
     device = device_kind()
+    added: list[str] = []
     try:
-        flags = parse_flags(without_launcher_arguments(sys.argv[1:]))
-        ranks, added = choose(flags.overrides, device=device, devices=device_count(), config_dir=flags.config_dir)
+        flags = parse_flags(without_launcher_arguments(words))
+        if not number:
+            ranks, added = choose(flags.overrides, device=device, devices=device_count(), config_dir=flags.config_dir)
+        else:
+            ranks = int(number)
+        if not (flags.help or flags.hydra_help or flags.cfg or flags.info or flags.multirun):  # which start no run
+            config = composed([*flags.overrides, *added], config_dir=flags.config_dir)
+            if recipe in TRAINING:
+                require_plan(config, world_size=ranks, device=device)
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in error.problems), file=sys.stderr)
         return 2

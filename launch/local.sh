@@ -64,12 +64,10 @@ for argument in "$@"; do
     [[ $argument != resume=* ]] || resume=$argument
 done
 [[ -n $resume ]] || set -- "$@" resume=auto
-if [[ -z $ranks ]]; then
-    line=$(ask -m conf.ranks "$@") # a bad configuration ends here, with its problems and code 2
-    read -r -a answer <<<"$line"
-    ranks=${answer[0]}
-    added=("${answer[@]:1}")
-fi
+line=$(ask -m conf.ranks "$(basename "$recipe")" "$ranks" "$@") # a bad configuration ends here, with code 2
+read -r -a answer <<<"$line"
+ranks=${answer[0]}
+added=("${answer[@]:1}")
 
 device=$(ask -c 'from parallel.hardware import device_kind; print(device_kind())')
 if [[ $device == cpu ]]; then

@@ -89,6 +89,13 @@ class Met:
         for link in self.links.values():
             _send(link, what)
 
+    def first_failure(self, *, patience_s: float) -> Failure | None:
+        """Of another host, which may become known a moment after it ended the ranks here."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, timeout=patience_s)
+            known = self.failure
+        return None if known is None or known.host == self.hosts[self.node] else known
+
     def end(self, code: int, *, patience_s: float) -> int:
         """Tell the others how this host ended; what the run's code is. A host that ended well waits for the first one's
         word, the first `patience_s` for the others'.

@@ -37,7 +37,7 @@ from launch.remote import ROOT
 from launch.request import Request, check_given, choose_hosts, composed, require_plan
 from launch.request import parse as parse_request
 from launch.slurm_names import expand_counts
-from launch.watch import GRACE_S, STOP_CODES, UNHANDLED
+from launch.watch import GRACE_S, STOP_CODES, UNHANDLED, ended_with
 
 DEFAULT_PORT = "29500"
 DEFAULT_WAIT_S = "300"
@@ -45,6 +45,8 @@ USAGE = (
     "usage: launch/node.sh HOSTFILE [-i INCLUDE] [-e EXCLUDE] [--node_rank N] [--interface NAME] [--wait SECONDS] "
     "RECIPE OVERRIDES..."
 )
+OF_ALL = (0, 2, 75, 76, 130, 143)  # exit codes that no single host is the cause of
+TELL_S = 5.0  # for another host's end to be told, once this one's ranks have failed
 STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 # A scheduler signals all of a host's processes. The launcher's ignore that; the ranks, which would inherit it, do not.
 AS_USUAL = (
@@ -220,7 +222,10 @@ def run(part: Part, command: Sequence[str], environ: Mapping[str, str]) -> int:
     code = _stop_code(part.requests, code)
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)  # nothing runs here any more
-    return part.met.end(code, patience_s=GRACE_S)
+    code = part.met.end(code, patience_s=GRACE_S)
+    if code not in OF_ALL and (failure := part.met.first_failure(patience_s=TELL_S)):
+        say(f"host {failure.host} {'is lost' if failure.code is None else ended_with(failure.code)}")
+    return code
 
 
 def _as_launcher() -> None:
@@ -246,8 +251,7 @@ def _wait(part: Part, launcher: subprocess.Popen[bytes]) -> int:
                 return stop_code  # nothing runs yet
         failure = part.met.failure
         if failure is not None and time.monotonic() - failure.at > GRACE_S:
-            reason = "is lost" if failure.code is None else f"ended with code {failure.code}"
-            say(f"host {failure.host} {reason}; the ranks of {part.hosts[part.node]} did not end within {GRACE_S:g} s")
+            say(f"the ranks of {part.hosts[part.node]} did not end within {GRACE_S:g} s of another host's failure")
             return failure.code or 1
     return launcher.returncode if launcher.returncode >= 0 else 1
 

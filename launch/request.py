@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf import cli, hostfile
-from conf.cli import compose_config, parse_flags
-from conf.load import ConfigError, range_problems
+from conf import cli, hostfile, ranks
+from conf.cli import parse_flags
+from conf.load import ConfigError
 from conf.schema import Config
 from launch.remote import ROOT
 
-TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
 SHORT = {"-i": "include", "-e": "exclude", "-p": "ssh_port"}
 
 
@@ -106,11 +105,7 @@ def enough_hosts(request: Request) -> tuple[hostfile.Slots, int]:
 def composed(words: Sequence[str], *, config_dir: str | None = None) -> Config:
     """The configuration of these words, every knob within its range. Raises ConfigError."""
     flags = parse_flags(words)
-    config = compose_config(flags.overrides, config_dir=flags.config_dir or config_dir)
-    problems = range_problems(config)
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return ranks.composed(flags.overrides, config_dir=flags.config_dir or config_dir)
 
 
 def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
@@ -118,7 +113,7 @@ def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
     problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
     if problem is not None:
         raise ConfigError([problem])
-    if recipe.name in TRAINING:
+    if recipe.name in ranks.TRAINING:
         cli.require_plan(config, world_size=hostfile.ranks(hosts), device=None)
 
 

@@ -34,8 +34,9 @@ if __name__ == "__main__":
 
 from conf.cli import parse_flags, require_plan
 from conf.load import ConfigError
+from conf.ranks import TRAINING
 from launch.remote import ROOT
-from launch.request import TRAINING, composed, find_recipe, split
+from launch.request import composed, find_recipe, split
 from launch.slurm_layout import layout
 from launch.sweep_jobs import jobs_of
 

@@ -15,7 +15,10 @@ from launch.sweep_pool import Ended
 from telemetry import jsonl
 
 STOPPED = 75  # as launch/local.sh: on request, with a checkpoint saved
-WORDS = {0: "finished", 2: "refused", STOPPED: "saved and stopped", 76: "stopped by an alert", None: "not started"}
+WORDS = {
+    0: "finished", 2: "refused", STOPPED: "saved and stopped", 76: "stopped by an alert", 130: "interrupted",
+    143: "ended by SIGTERM", None: "not started",
+}  # fmt: skip
 LONGEST = 160  # characters of an error's line
 
 

@@ -210,8 +210,13 @@ def _reason(job: Job, seen: Ended) -> str:
     code = seen.failed[host]
     if code == LOST:
         return f"{job.named(host)} is lost: its connection ended"
+    return f"{job.named(host)} {ended_with(code)}"
+
+
+def ended_with(code: int) -> str:
+    """The exit code of a host's DeepSpeed launcher in words."""
     killed = f": {signal.Signals(256 - code).name} ended a rank there" if 256 - code in set(signal.Signals) else ""
-    return f"{job.named(host)} ended with code {code}{killed}"
+    return f"ended with code {code}{killed}"
 
 
 def _end(job: Job, seen: Ended, *, early: bool) -> bool:

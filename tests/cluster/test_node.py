@@ -124,6 +124,7 @@ def test_a_rank_killed_on_one_host_ends_both_with_one_code(start, hosts, tmp_pat
     codes = nodes.wait(90)
     assert not {0, 2, 75} & set(codes), nodes.outputs
     assert "a rank was lost" in "".join(nodes.outputs)
+    assert "launch/node.sh: host w1 ended with code 247: SIGKILL ended a rank there\n" in nodes.outputs[0]
     assert hosts.processes() == []
 
 

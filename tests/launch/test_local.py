@@ -90,6 +90,27 @@ def test_a_dry_run_prints_the_quoted_command_and_starts_nothing(call, tmp_path):
     assert r"data.sources=\[\{path:\ \'a\ b\'\}\]" in out and not (tmp_path / "started-0").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["-n", "3", "recipes/pretrain.py", "parallel=tp2"], "error: 3 ranks run, not a multiple of parallel.tp=2"),
+        (["recipes/finetune.py", "parallel.tp=3"], "error: parallel.tp=3 does not divide model.num_attention_heads="),
+        (["-n", "2", "recipe.py", "trian.lr=1"], "error: trian.lr is not a knob; did you mean train.lr?"),
+        (["-n", "1", "recipe.py", b'train.sample_prompt="a\xffb"'], "error: cannot read 'train.sample_prompt=\"a?b\"'"),
+    ],
+)
+def test_a_command_that_cannot_run_is_refused_before_anything_starts(call, words, line):
+    for dry in ("0", "1"):
+        code, out, err = call(*words, DRY_RUN=dry)
+        assert (code, out) == (2, "") and err.startswith(line) and all(
+            one.startswith("error: ") for one in err.splitlines()
+        )  # fmt: skip
+
+
+def test_a_question_to_the_recipe_is_no_run(call):
+    assert call("-n", "3", "recipes/pretrain.py", "parallel=tp2", "--cfg", "job", DRY_RUN="1")[0] == 0
+
+
 def test_without_n_the_plan_says_how_many_ranks(call):
     assert "--num_gpus 4 " in call("recipe.py", "parallel=tp2_pp2", DRY_RUN="1")[1]
 

@@ -16,7 +16,7 @@ import pytest
 from conf.hostfile import Slots
 from conf.load import ConfigError
 from conf.schema import Config
-from launch import allocation, check_host, multinode, preflight
+from launch import allocation, check_host, environment, multinode, preflight
 from launch.preflight_asking import Preflight, clock_of, first_problems, ranks_of
 from launch.preflight_table import Row
 from launch.remote import Answer
@@ -82,7 +82,7 @@ class Played:
 def found(tmp_path, monkeypatch):
     """found(Played(...)): the rows by name."""
     monkeypatch.chdir(tmp_path)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", *environment.travelling(os.environ)):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr(check_host, "READ_S", 0.0)
