@@ -96,6 +96,13 @@ class SaveReport:
     error: str | None = None
     checksum: str | None = None
 
+    @property
+    def words(self) -> str:
+        return (
+            f"checkpoint: {self.bytes / 1e6:,.1f} MB on this rank in {self.total_s:.2f} s, training paused "
+            f"{self.pause_s:.2f} s"
+        )
+
 
 class Checkpoints:
     """The checkpoints of one run, on every rank alike.

@@ -2,10 +2,12 @@
 
 results.json    {"evaluated": identity, "weights": ..., "step": ..., "plan": ..., "evaluate": the knobs,
                  "results": {"loss": {NAME: numbers}, "wikitext": {FILE: ...}, "lambada": ..., "harness": lm-eval's}}
+                a number that is not finite is null
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +81,7 @@ def record(session: Session, results: Mapping[str, Any], *, source: WeightSource
         "plan": degrees(session.plan),
         "dtype": config.precision.dtype.value,
         "evaluate": to_plain(config.evaluate),
-        "results": results,
+        "results": storable(results),
     }
     write_json(path, about)
     sink = open_wandb(
@@ -91,3 +93,12 @@ def record(session: Session, results: Mapping[str, Any], *, source: WeightSource
         sink.write_scores(flat(results), step=step or 0)
         sink.close(failed=False, summary={"weights": str(source.path)})
     return path
+
+
+def storable(value: Any) -> Any:
+    """Nested results as JSON can say them: a number that is not finite is null."""
+    if isinstance(value, Mapping):
+        return {key: storable(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [storable(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

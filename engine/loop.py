@@ -147,6 +147,9 @@ def _train_step(
     with run.watch(trainer, step):
         result = trainer.train_batch(batches, lr=lr)
     end = device.now()
+    if trainer.holds_data and result.unmasked_tokens == 0:
+        samples = f"samples {progress.samples} to {progress.samples + step_samples - 1}"
+        run.timeline.add("no token counts", step=step, message=f"warning: no token of {samples} counts: loss 0")
     step_time = end - start
     model_flops = training_flops_per_token(config)
     rate = step_tokens * model_flops / step_time / plan.world_size
@@ -264,9 +267,7 @@ def _note_saves(run: Run, saves: Sequence[SaveReport]) -> None:
             message = f"warning: the checkpoint failed{goes_on}: {save.error}"
             run.timeline.add("checkpoint failed", step=save.step, message=message)
             continue
-        message = f"checkpoint: {save.bytes / 1e6:,.1f} MB on this rank in {save.total_s:.2f} s, "
-        message += f"training paused {save.pause_s:.2f} s"
-        run.timeline.add("checkpoint", message=message, **asdict(save))
+        run.timeline.add("checkpoint", message=save.words, **asdict(save))
 
 
 def _is_due(step: int, interval: int, last: int) -> bool:

@@ -22,8 +22,8 @@ class Timeline:
         self.listener: Callable[[dict[str, Any]], None] = lambda row: None  # told of every event
 
     def add(self, event: str, *, step: int, message: str | None = None, **details: Any) -> None:
-        """event: start, resume, restart, weights, evaluation, checkpoint, checkpoint failed, bad step, rollback,
-        alert raised, alert cleared, rank lost, stopped on request, end.
+        """event: start, resume, restart, weights, evaluation, checkpoint, checkpoint failed, bad step, no token counts,
+        rollback, alert raised, alert cleared, rank lost, stopped on request, end.
         """
         if self.path is None:
             return

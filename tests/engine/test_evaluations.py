@@ -15,7 +15,15 @@ from corpus.scored_rows import Row, stream_rows
 from corpus.scored_texts import token_stream
 from corpus.tokenizer import ByteTokenizer, FastTokenizer, train_bpe
 from engine.evaluation_jobs import tasks_of
-from engine.evaluations import cloze_score, prepare_lambada, prepare_wikitext, text_score, wikitext_score
+from engine.evaluation_report import storable
+from engine.evaluations import (
+    TextScore,
+    cloze_score,
+    prepare_lambada,
+    prepare_wikitext,
+    text_score,
+    wikitext_score,
+)
 from engine.scoring import Scorer, padded
 from tests.engine.evaluations import KnownModel
 
@@ -108,3 +116,9 @@ def test_what_is_computed_is_what_something_is_named_for():
     ):
         with pytest.raises(ValueError, match=words):
             tasks_of(asked)
+
+
+def test_what_is_not_finite_is_null_in_the_results_file():
+    found = {"loss": {"a.txt": TextScore(nats=1e4, tokens=1, bytes=0, sequences=1).metrics()}}
+    stored = json.loads(json.dumps(storable(found), allow_nan=False))["loss"]["a.txt"]
+    assert (stored["perplexity"], stored["bits_per_byte"], stored["loss"]) == (None, None, 1e4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -120,6 +121,21 @@ def test_throughput_counts_the_global_batch_over_the_whole_step(world_size: int,
         assert report.unmasked_tokens_per_s < report.tokens_per_s
         assert report.mfu == pytest.approx(report.model_flops_per_s_per_device / 1e12)
     assert got[-1].eta_s == 0
+
+
+def test_a_step_in_which_no_token_counts_is_told_with_its_samples(tmp_path: Path, capsys: Any) -> None:
+    """Its loss of 0 would look like a perfect model's."""
+
+    class Blind(SleepingTrainer):
+        def train_batch(self, batches: Any, *, lr: float) -> StepResult:
+            result = super().train_batch(batches, lr=lr)
+            return dataclasses.replace(result, loss=0.0, unmasked_tokens=0) if len(self.counts) == 2 else result
+
+    config = tiny_config(train__micro_batch_size=2, train__global_batch_size=4, train__train_iters=3)
+    reports(config, Blind(seconds=0), timeline=tmp_path / "timeline.jsonl")
+    [event] = map(json.loads, (tmp_path / "timeline.jsonl").read_text().splitlines())
+    assert (event["event"], event["step"]) == ("no token counts", 2) and "samples 4 to 7" in event["message"]
+    assert capsys.readouterr().out == f"step      2  {event['message']}\n"
 
 
 def test_ramp_up_changes_the_number_of_micro_batches_and_the_tokens_counted() -> None:
