@@ -5,8 +5,6 @@ BIN := .venv/bin
 CLUSTER_PACKAGES := openssh-server openssh-client pdsh openmpi-bin iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
-# Tests that start no ranks run two at a time; the others want both cores, or watch a clock.
-TWO_AT_A_TIME := tests/conf tests/corpus tests/parallel tests/recipes tests/telemetry
 NOT_SLOW := not slow and not gpu and not cluster
 
 .PHONY: train test test-all test-gpu cluster-test check benchmark clean
@@ -15,8 +13,8 @@ train: $(DONE)
 	launch/local.sh recipes/pretrain.py experiment=stdlib_tp2_pp2
 
 test: $(DONE)
-	$(BIN)/python -m pytest -m "$(NOT_SLOW)" -n 2 $(TWO_AT_A_TIME)
-	$(BIN)/python -m pytest -m "$(NOT_SLOW)" $(addprefix --ignore=,$(TWO_AT_A_TIME))
+	$(BIN)/python -m pytest -m "$(NOT_SLOW) and not alone" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "$(NOT_SLOW) and alone"
 
 test-all: $(DONE)
 	$(BIN)/python -m pytest -m "not gpu and not cluster"

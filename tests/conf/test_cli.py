@@ -72,6 +72,7 @@ def test_a_bad_configuration_ends_with_code_2_one_short_line_and_no_traceback(ca
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
+@pytest.mark.alone
 def test_a_bad_configuration_ends_in_under_two_seconds(call):
     def seconds() -> float:
         start = time.perf_counter()

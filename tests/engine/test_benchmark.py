@@ -17,6 +17,8 @@ from engine.contenders import comparisons
 from engine.measure import Measurement, compare
 from parallel.plan_name import plan_config
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ModelConfig(
     name="tiny", vocab_size=256, hidden_size=64, num_layers=4, num_attention_heads=4, ffn_hidden_size=128,

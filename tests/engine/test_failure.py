@@ -15,6 +15,8 @@ import pytest
 
 from tests.telemetry.wandb_files import exit_code
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SCRIPT = ROOT / "tests" / "engine" / "faulty_pretrain.py"

@@ -24,6 +24,8 @@ from tests.engine.launched import (
 )
 from tests.telemetry.wandb_files import read, segments
 
+pytestmark = pytest.mark.alone
+
 LONG = [*TINY, "train.train_iters=100000", "checkpoint.interval=0"]
 
 

@@ -33,6 +33,7 @@ def run(folder: Path, *command: str) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_adapters_beside_weights_through_the_launcher_stopped_and_gone_on(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, FINETUNE, *CHAT, "train.train_iters=4", "run.id=base")
     base = tmp_path / "runs" / "chat_tiny" / "base" / "checkpoints" / "step-00000004"

@@ -25,6 +25,8 @@ from parallel.plan import ParallelPlan
 from parallel.profile import read_record
 from tests.engine.launched import ROOT, finish
 
+pytestmark = pytest.mark.alone
+
 NAMES = ["one device", "tp alone", "pp alone", "dp alone with ZeRO 1", "composed"]
 
 

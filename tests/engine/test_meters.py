@@ -20,6 +20,8 @@ from tests.engine.on_ranks import one_step, open_trainer
 from tests.ranks import run_ranks
 from tests.telemetry.reports import report
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

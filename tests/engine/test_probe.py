@@ -30,6 +30,8 @@ from tests.engine.cases import tiny_config
 from tests.engine.launched import BIN, LOCAL, ROOT, finish
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 QUICK = ["probe.trials=2", "probe.trial_s=0.001", "probe.largest_message=4194304", "data.sequence_length=32"]
 PROBE = str(ROOT / "recipes" / "probe.py")
 

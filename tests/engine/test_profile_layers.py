@@ -21,6 +21,8 @@ from tests.engine.on_ranks import open_trainer, train_steps
 from tests.engine.test_pretrain import write_corpus
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 # The logits of 128 tokens cost a hundred blocks of this width, so that no load on the machine hides it.
 HEAVY_HEAD = dict(model__vocab_size=65536, train__micro_batch_size=4, parallel__pp=2, parallel__stages="profile")
 

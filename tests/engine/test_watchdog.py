@@ -20,6 +20,8 @@ from engine.watchdog import Watchdog
 from tests.engine.test_failure import LAUNCHERS, OVERRIDES, SCRIPT
 from tests.ranks import RankError, run_ranks
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 8.0
 COMPUTES = Seen(14, "ForwardPass(buffer_id=1)", None, 31.0)
 RECEIVES = Seen(14, "RecvActivation(buffer_id=0)", "RecvActivation(buffer_id=0)", 30.5)

@@ -19,6 +19,8 @@ from engine.distributed import free_port
 from launch import elastic
 from tests.engine.launched import ROOT, wait_for
 
+pytestmark = pytest.mark.alone
+
 ELASTIC = [sys.executable, str(ROOT / "launch" / "elastic.py"), "--nproc-per-node", "2"]
 RANK = """
 import os, signal, sys, time

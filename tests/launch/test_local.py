@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "local.sh"
 RECIPE = f"""
