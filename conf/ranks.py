@@ -19,21 +19,28 @@ if __name__ == "__main__":
 
     interrupts.while_imports_run()
 
-from conf.cli import compose_config, parse_flags, require_plan, without_launcher_arguments
+from conf import cli
+from conf.cli import NO_SOURCE, compose_config, parse_flags, without_launcher_arguments
 from conf.load import ConfigError, range_problems
 from conf.schema import Config
+from conf.weight_sources import with_source
 from parallel import rules
+from parallel.forward_only import forward_only
 from parallel.hardware import device_count, device_kind
 
 SMALLER_PLANS = ("tp2", "tp1")  # tried in this order
-TRAINING = ("pretrain.py", "finetune.py")  # recipes whose config must fit the ranks; others decide for themselves
+TRAINING = ("pretrain.py", "finetune.py")
+FORWARD_ONLY = ("evaluate.py", "generate.py")
 
 
 def choose(
     arguments: Sequence[str], *, device: str, devices: int, config_dir: str | None = None
 ) -> tuple[int, list[str]]:
     """Number of ranks, and overrides to add. Raises ConfigError where no number of ranks fits."""
-    config = composed(arguments, config_dir=config_dir)
+    config = compose_config(arguments, config_dir=config_dir)
+    problems = range_problems(config)
+    if problems:
+        raise ConfigError(problems)
     needed = config.parallel.tp * config.parallel.pp
     if device == "cpu":
         return needed, []
@@ -59,13 +66,25 @@ def _most(config: Config, devices: int, device: str) -> int:
     return needed
 
 
-def composed(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
-    """The configuration of these words, every knob within its range. Raises ConfigError."""
+def composed(recipe: str, arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
+    """The configuration that a recipe makes of these words, every knob within its range. Raises ConfigError."""
+    if recipe in FORWARD_ONLY:
+        arguments = with_source(arguments, device=device_kind)
     config = compose_config(arguments, config_dir=config_dir)
     problems = range_problems(config)
+    if recipe in FORWARD_ONLY and not config.initialize_from:
+        problems.append(NO_SOURCE)
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def require_plan(recipe: str, config: Config, *, world_size: int, device: str | None) -> None:
+    """ConfigError where the plan cannot be on so many ranks; recipes that run no plan decide for themselves."""
+    if recipe in FORWARD_ONLY:
+        config = forward_only(config, world_size=world_size)
+    if recipe in (*TRAINING, *FORWARD_ONLY):
+        cli.require_plan(config, world_size=world_size, device=device)
 
 
 def main() -> int:
@@ -79,9 +98,8 @@ def main() -> int:
         else:
             ranks = int(number)
         if not (flags.help or flags.hydra_help or flags.cfg or flags.info or flags.multirun):  # which start no run
-            config = composed([*flags.overrides, *added], config_dir=flags.config_dir)
-            if recipe in TRAINING:
-                require_plan(config, world_size=ranks, device=device)
+            config = composed(recipe, [*flags.overrides, *added], config_dir=flags.config_dir)
+            require_plan(recipe, config, world_size=ranks, device=device)
     except ConfigError as error:
         print("\n".join(f"error: {line}" for line in error.problems), file=sys.stderr)
         return 2

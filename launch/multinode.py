@@ -113,7 +113,7 @@ def variables(
 
 def launch_run(request: Request, options: Options) -> int:
     check_started_once()
-    config, (hosts, count) = composed(request.overrides), enough_hosts(request)
+    config, (hosts, count) = composed(request.recipe, request.overrides), enough_hosts(request)
     check_given()
     say_that_a_mask_stays()
     ssh = Ssh(ssh_options(request.ssh_port, lost_after_s=options.lost_after_s))

@@ -157,7 +157,7 @@ def launch_part(node: Node) -> int:
     check_started_once()
     request = node.request
     hosts = choose_hosts(request)
-    require_plan(request.recipe, composed(request.overrides), hosts)
+    require_plan(request.recipe, composed(request.recipe, request.overrides), hosts)
     check_given()
     number, names = which(node, hosts), list(hosts)
     given, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", DEFAULT_PORT)

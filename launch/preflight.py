@@ -54,7 +54,7 @@ def choose(request: Request) -> tuple[hostfile.Slots, hostfile.Slots, str]:
     """All hosts, those of them that a run begins on, and the dtype that ranks compute in. ConfigError where the plan
     cannot be, whatever the hosts are.
     """
-    config, (hosts, count) = composed(request.overrides), enough_hosts(request)
+    config, (hosts, count) = composed(request.recipe, request.overrides), enough_hosts(request)
     first = dict(list(hosts.items())[:count])
     require_plan(request.recipe, config, first)
     return hosts, first, config.precision.dtype.value
@@ -88,7 +88,7 @@ def main() -> int:
             path = Path(folder) / "allocation"
             argv[argv.index("--slurm")] = str(path)
             request = parse(argv)
-            path.write_text(allocation.as_hostfile(composed(request.overrides)))
+            path.write_text(allocation.as_hostfile(composed(request.recipe, request.overrides)))
             return check(request, allocation.Srun(SCRIPT))
     except ConfigError as error:
         print("\n".join(f"launch/preflight.sh: {line}" for line in error.problems), file=sys.stderr)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conf import cli, hostfile, ranks
+from conf import hostfile, ranks
 from conf.cli import parse_flags
 from conf.load import ConfigError
 from conf.schema import Config
@@ -102,10 +102,10 @@ def enough_hosts(request: Request) -> tuple[hostfile.Slots, int]:
     return hosts, int(count)
 
 
-def composed(words: Sequence[str], *, config_dir: str | None = None) -> Config:
+def composed(recipe: Path, words: Sequence[str], *, config_dir: str | None = None) -> Config:
     """The configuration of these words, every knob within its range. Raises ConfigError."""
     flags = parse_flags(words)
-    return ranks.composed(flags.overrides, config_dir=flags.config_dir or config_dir)
+    return ranks.composed(recipe.name, flags.overrides, config_dir=flags.config_dir or config_dir)
 
 
 def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
@@ -113,8 +113,7 @@ def require_plan(recipe: Path, config: Config, hosts: hostfile.Slots) -> None:
     problem = hostfile.plan_problem(hosts, tp=config.parallel.tp, pp=config.parallel.pp)
     if problem is not None:
         raise ConfigError([problem])
-    if recipe.name in ranks.TRAINING:
-        cli.require_plan(config, world_size=hostfile.ranks(hosts), device=None)
+    ranks.require_plan(recipe.name, config, world_size=hostfile.ranks(hosts), device=None)
 
 
 def check_given() -> None:

@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
     elif not any(word.lstrip("+").startswith("run.id=") for word in words):
         words.append(f"run.id=slurm-{label.replace('_', '-')}")  # 17_0 would be the number 170
     request = parse_request([str(folder / "hosts"), *interface, *words], usage=USAGE)
-    config = composed(request.overrides)
+    config = composed(request.recipe, request.overrides)
     return Job(label, folder, _goes_on(request, config, environ), config)
 
 

@@ -32,9 +32,9 @@ if __name__ == "__main__":
 
     interrupts.while_imports_run()
 
-from conf.cli import parse_flags, require_plan
+from conf.cli import parse_flags
 from conf.load import ConfigError
-from conf.ranks import TRAINING
+from conf.ranks import require_plan
 from launch.remote import ROOT
 from launch.request import composed, find_recipe, split
 from launch.slurm_layout import layout
@@ -128,12 +128,11 @@ def number(value: str | None) -> int | None:
 def problems_of(submission: Submission, overrides: Sequence[str], *, config_dir: str | None) -> list[str]:
     """Why one job cannot run as it is asked for."""
     try:
-        config = composed(overrides, config_dir=config_dir)
+        config = composed(submission.recipe, overrides, config_dir=config_dir)
         hosts, environ = asked(submission.sbatch)
         found = layout(environ, hosts, config)
-        if submission.recipe.name in TRAINING:
-            device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
-            require_plan(config, world_size=sum(found.ranks), device=device)
+        device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
+        require_plan(submission.recipe.name, config, world_size=sum(found.ranks), device=device)
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -126,7 +126,7 @@ def standing(
     world_size: int,
     device: str | None = None,
 ) -> str:
-    """ "promoted", "predicted only" (and why not promoted), or "not observed here: ... differs (...)".
+    """ "promoted", "predicted only" (and why not promoted), or "not observed here: ..." and what differs.
 
     versions: `parallel.record.software()`, None where the plan is made for another machine; device: its product name.
     """
@@ -134,7 +134,7 @@ def standing(
         return f"{PREDICTED_ONLY}: profile {config.parallel.name} has no record"
     if record["profile"]["hash"] != Profile.of(config.parallel).hash:
         changed = _changed(record["profile"]["determined"], determined(config.parallel))
-        return f"not observed here: profile differs ({', '.join(changed)})"
+        return f"not observed here: {config.parallel.name} with other knobs ({', '.join(changed)})"
     now = here(config, world_size=world_size, device=device, software=versions)
     same = observations_of(record, now)
     if same:

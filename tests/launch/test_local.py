@@ -97,6 +97,8 @@ def test_a_dry_run_prints_the_quoted_command_and_starts_nothing(call, tmp_path):
     [
         (["-n", "3", "recipes/pretrain.py", "parallel=tp2"], "error: 3 ranks run, not a multiple of parallel.tp=2"),
         (["recipes/finetune.py", "parallel.tp=3"], "error: parallel.tp=3 does not divide model.num_attention_heads="),
+        (["-n", "2", "recipes/generate.py", "initialize_from=no"], "error: initialize_from=no: "),
+        (["recipes/evaluate.py"], "error: initialize_from has no value; name the weights: "),
         (["-n", "2", "recipe.py", "trian.lr=1"], "error: trian.lr is not a knob; did you mean train.lr?"),
         (["-n", "1", "recipe.py", b'train.sample_prompt="a\xffb"'], "error: cannot read 'train.sample_prompt=\"a?b\"'"),
     ],

@@ -97,7 +97,7 @@ def test_under_any_other_condition_it_is_not_observed_here(group):
 
 def test_a_changed_knob_of_the_profile_is_not_observed_though_all_else_is():
     changed = replace(CONFIG, parallel=replace(CONFIG.parallel, sequence_parallel=True))
-    words = "not observed here: profile differs (sequence_parallel True here, default there)"
+    words = f"not observed here: {CONFIG.parallel.name} with other knobs (sequence_parallel True here, default there)"
     assert stands(recorded(CONFIG, []), changed) == words
 
 
