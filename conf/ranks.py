@@ -37,10 +37,7 @@ def choose(
     arguments: Sequence[str], *, device: str, devices: int, config_dir: str | None = None
 ) -> tuple[int, list[str]]:
     """Number of ranks, and overrides to add. Raises ConfigError where no number of ranks fits."""
-    config = compose_config(arguments, config_dir=config_dir)
-    problems = range_problems(config)
-    if problems:
-        raise ConfigError(problems)
+    config = _in_range(arguments, config_dir)
     needed = config.parallel.tp * config.parallel.pp
     if device == "cpu":
         return needed, []
@@ -70,10 +67,15 @@ def composed(recipe: str, arguments: Sequence[str], *, config_dir: str | None = 
     """The configuration that a recipe makes of these words, every knob within its range. Raises ConfigError."""
     if recipe in FORWARD_ONLY:
         arguments = with_source(arguments, device=device_kind)
+    config = _in_range(arguments, config_dir)
+    if recipe in FORWARD_ONLY and not config.initialize_from:
+        raise ConfigError([NO_SOURCE])
+    return config
+
+
+def _in_range(arguments: Sequence[str], config_dir: str | None) -> Config:
     config = compose_config(arguments, config_dir=config_dir)
     problems = range_problems(config)
-    if recipe in FORWARD_ONLY and not config.initialize_from:
-        problems.append(NO_SOURCE)
     if problems:
         raise ConfigError(problems)
     return config

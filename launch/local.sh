@@ -39,6 +39,10 @@ shift $((OPTIND - 1))
 [[ -z $ranks || $ranks =~ ^[1-9][0-9]{0,3}$ ]] || die "-n $ranks is not a number of ranks; give 1 to 9999"
 [[ -z ${MASTER_PORT:-} || ($MASTER_PORT =~ ^[1-9][0-9]{0,4}$ && $MASTER_PORT -lt 65536) ]] ||
     die "MASTER_PORT=$MASTER_PORT is not a port; give 1 to 65535, or unset it"
+for name in SLURM_STEP_NUM_TASKS OMPI_COMM_WORLD_SIZE; do
+    [[ ${!name:-1} == 1 ]] ||
+        die "srun or mpirun started it ${!name} times ($name), each a run of its own; start one, or submit launch/slurm.sbatch"
+done
 [[ $restarts =~ ^[0-9]+$ ]] || die "-r $restarts is not a number of restarts; give 0 or more"
 
 recipe=$1

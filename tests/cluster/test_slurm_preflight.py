@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_a_host_that_does_not_share_the_runs_folder_is_told_and_the_code_says_so
 
 def test_several_launchers_on_a_host_do_not_each_start_all_ranks(slurm: Slurm, tmp_path: Path) -> None:
     """Case F6: srun of a task a rank and a launcher that starts ranks."""
-    command = f"srun {ROOT}/launch/local.sh -n 2 {SHOWS} parallel=tp2 run.id=r"
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    command = f"DS_ACCELERATOR=cpu srun {deepspeed} --num_gpus 2 {SHOWS} parallel=tp2 run.id=r"
     job = slurm.submit(["-N", "1", "--ntasks-per-node=2", "--wrap", command], tmp_path)
     state, code = slurm.wait(job)
     output = (tmp_path / f"slurm-{job}.out").read_text()

@@ -111,6 +111,14 @@ def test_a_command_that_cannot_run_is_refused_before_anything_starts(call, words
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_started_several_times_by_a_launcher_it_starts_no_run(call, name):
+    """Case F6: by srun over two hosts, each would train the same run."""
+    code, out, err = call("-n", "1", "recipe.py", **{name: "2"})
+    assert (code, out) == (2, "") and f"srun or mpirun started it 2 times ({name}), each a run of its own; " in err
+    assert call("-n", "1", "recipe.py", DRY_RUN="1", **{name: "1"})[0] == 0
+
+
 def test_a_question_to_the_recipe_is_no_run(call):
     assert call("-n", "3", "recipes/pretrain.py", "parallel=tp2", "--cfg", "job", DRY_RUN="1")[0] == 0
 
