@@ -5,7 +5,11 @@ BIN := .venv/bin
 CLUSTER_PACKAGES := openssh-server openssh-client pdsh openmpi-bin iproute2 util-linux slurmctld slurmd slurm-client munge
 CLUSTER_TESTS ?= cluster
 DONE := .venv/requirements.done
-NOT_SLOW := not slow and not gpu and not cluster
+# Two files at a time, in order; then, with nothing beside them, those that watch a clock.
+define pytest
+$(BIN)/python -m pytest -m "$(1) and not alone" -n 2 --dist loadfile --no-loadscope-reorder
+$(BIN)/python -m pytest -m "$(1) and alone"
+endef
 
 .PHONY: train test test-all test-gpu cluster-test check benchmark clean
 
@@ -13,11 +17,10 @@ train: $(DONE)
 	launch/local.sh recipes/pretrain.py experiment=stdlib_tp2_pp2
 
 test: $(DONE)
-	$(BIN)/python -m pytest -m "$(NOT_SLOW) and not alone" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m "$(NOT_SLOW) and alone"
+	$(call pytest,not slow and not gpu and not cluster)
 
 test-all: $(DONE)
-	$(BIN)/python -m pytest -m "not gpu and not cluster"
+	$(call pytest,not gpu and not cluster)
 
 test-gpu: $(DONE)
 	$(BIN)/python -m pytest -m gpu
