@@ -146,8 +146,8 @@ class History:
             self.left.append((job, ended.unreached))
         if self.is_final:
             return
-        told = failure_of(self.folder)
-        if told == self.told and self.folder is not None:
+        told = failure_of(self.folder)  # nothing, where the attempt removed what the one before it left
+        if told in ({}, self.told) and self.folder is not None:
             told = _tell(self.folder, job, ended)
         self.told = told
         self.failures.update(ended.culprits or _host_of(told.get("rank"), job))
