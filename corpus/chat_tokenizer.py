@@ -37,6 +37,15 @@ class ChatTokenizer:
     def special_tokens(self) -> tuple[str, ...]:
         return tuple(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
+    @cached_property
+    def size(self) -> int:
+        """Largest id + 1."""
+        return max(self.vocabulary().values()) + 1
+
+    def vocabulary(self) -> dict[str, int]:
+        """token -> id, added tokens included."""
+        return self.tokenizer.get_vocab()
+
     @property
     def fingerprint(self) -> str:
         """Of all that decides ids and masks."""

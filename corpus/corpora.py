@@ -11,13 +11,14 @@ from corpus.prepare_masked import prepare_masked
 
 def prepare_corpus(
     data: DataConfig, *, vocab_size: int, seed: int, objective: Objective = Objective.clm,
-    progress: Progress | None = None,
+    weights: bool = False, progress: Progress | None = None,
 ) -> PreparedCorpus:  # fmt: skip
-    """Prepared once, then mapped. ValueError: see `prepare`; and knobs that this format does not know."""
+    """Prepared once, then mapped. weights: see `require_vocabulary`. ValueError: see `prepare`; and knobs that this
+    format does not know."""
     if data.format is DataFormat.conversations:
         from corpus.prepare_conversations import prepare_conversations  # transformers: seconds that text does without
 
-        return prepare_conversations(data, vocab_size=vocab_size, seed=seed, progress=progress)
+        return prepare_conversations(data, vocab_size=vocab_size, seed=seed, weights=weights, progress=progress)
     for knob, is_set in (
         ("chat_template", data.chat_template is not None), ("packing", not data.packing),
         ("validation_sources", bool(data.validation_sources)),
@@ -25,5 +26,5 @@ def prepare_corpus(
         if is_set:
             raise ValueError(f"data.{knob} is for conversations, but data.format=text; set data=chat, or leave it out")
     if objective is Objective.mlm:
-        return prepare_masked(data, vocab_size=vocab_size, seed=seed, progress=progress)
-    return prepare(data, vocab_size=vocab_size, seed=seed, progress=progress)
+        return prepare_masked(data, vocab_size=vocab_size, seed=seed, weights=weights, progress=progress)
+    return prepare(data, vocab_size=vocab_size, seed=seed, weights=weights, progress=progress)

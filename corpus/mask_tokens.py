@@ -97,12 +97,16 @@ def _found(
     return MaskTokens(mask_id, before, after, tuple(sorted(known)), max(tokenizer.size, mask_id + 1))
 
 
-def require_mask(tokens: MaskTokens, tokenizer: Tokenizer, *, vocab_size: int) -> None:
-    """ValueError where the model's embedding has no row for the mask."""
+def require_mask(tokens: MaskTokens, tokenizer: Tokenizer, *, vocab_size: int, weights: bool = False) -> None:
+    """ValueError where the model's embedding has no row for the mask. weights: some are given, which have what they
+    have."""
     if tokens.size > vocab_size:
+        ways = f"set model.vocab_size={tokens.size}"
+        if weights:
+            ways = f"these weights have no row for it: set data.tokenizer to one whose mask is below {vocab_size}"
         raise ValueError(
             f"model.vocab_size={vocab_size} is smaller than the {tokens.size} ids of data.tokenizer={tokenizer.name} "
-            f"with its mask token, which objective=mlm needs; set model.vocab_size={tokens.size}"
+            f"with its mask token, which objective=mlm needs; {ways}"
         )
 
 

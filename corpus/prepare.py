@@ -25,7 +25,8 @@ from corpus.readers import Tally, documents
 from corpus.sources import ResolvedSource, resolve
 from corpus.token_file import TokenFile, TokenStream, map_array
 from corpus.tokenise import split_documents, tokenise
-from corpus.tokenizer import Tokenizer, load_file, load_tokenizer, require_vocabulary, train_bpe
+from corpus.tokenizer import Tokenizer, load_file, load_tokenizer, train_bpe
+from corpus.vocabulary import require_vocabulary
 
 FORMAT = 1  # of the files on disk; raise it when their meaning changes
 BPE_BYTES = 64_000_000  # text that the BPE is trained on at most, over all sources
@@ -59,12 +60,16 @@ class PreparedCorpus:
     notes: tuple[str, ...] = ()
 
 
-def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
-    """The corpus of `data`, tokenised if it is not yet. `progress` gets one line of text now and then.
+def prepare(
+    data: DataConfig, *, vocab_size: int, seed: int, weights: bool = False, progress: Progress | None = None
+) -> PreparedCorpus:
+    """The corpus of `data`, tokenised if it is not yet. `progress` gets one line of text now and then; weights: whether
+    some of so many ids are given.
 
     ValueError: bad settings, bad or too little text, a tokenizer with more ids than vocab_size.
     """
-    resolved, tokenizer, opened = tokenised(data, vocab_size=vocab_size, progress=progress or (lambda line: None))
+    tell: Progress = progress or (lambda line: None)
+    resolved, tokenizer, opened = tokenised(data, vocab_size=vocab_size, weights=weights, progress=tell)
     train = _blend(opened, resolved, data=data, seed=seed, split="train")
     held_out = data.validation_fraction > 0
     validation = _blend(opened, resolved, data=data, seed=seed, split="validation") if held_out else None
@@ -79,13 +84,13 @@ def prepare(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress 
 
 
 def tokenised(
-    data: DataConfig, *, vocab_size: int, progress: Progress
+    data: DataConfig, *, vocab_size: int, weights: bool, progress: Progress
 ) -> tuple[list[ResolvedSource], Tokenizer, list[tuple[Path, dict[str, Any]]]]:
     """(sources, tokenizer, each source's folder of token files and its manifest); ValueError as `prepare`."""
     check(data)
     resolved = [resolve(source) for source in data.sources]
     tokenizer = _tokenizer(data, resolved, progress)
-    require_vocabulary(tokenizer, vocab_size=vocab_size)
+    require_vocabulary(tokenizer, vocab_size=vocab_size, weights=weights)
     opened = [
         _source(source, data=data, tokenizer=tokenizer, vocab_size=vocab_size, progress=progress) for source in resolved
     ]

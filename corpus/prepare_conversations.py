@@ -22,7 +22,8 @@ from corpus.dataset import Blend
 from corpus.prepare import PreparedCorpus, PreparedSource, built_source, check, digest_of
 from corpus.sources import ResolvedSource, resolve
 from corpus.token_file import token_dtype
-from corpus.tokenizer import load_tokenizer, require_vocabulary
+from corpus.tokenizer import load_tokenizer
+from corpus.vocabulary import require_vocabulary
 
 FORMAT = 1  # of the files on disk; raise it when their meaning changes
 SPLITS = ("train", "validation")
@@ -39,13 +40,13 @@ class _Opened:
 
 
 def prepare_conversations(
-    data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None
+    data: DataConfig, *, vocab_size: int, seed: int, weights: bool = False, progress: Progress | None = None
 ) -> PreparedCorpus:
     """The conversations of `data`. ValueError: bad settings, bad rows, a tokenizer or template that does not serve."""
     check(data)
     tell: Progress = progress or (lambda line: None)
     chat, tokenizer = load_chat_tokenizer(data), load_tokenizer(data.tokenizer)
-    require_vocabulary(tokenizer, vocab_size=vocab_size)
+    require_vocabulary(tokenizer, vocab_size=vocab_size, weights=weights)
     by_hash = 0.0 if data.validation_sources else data.validation_fraction
     resolved = [(_resolved(source), by_hash) for source in data.sources]
     resolved += [(_resolved(source), 1.0) for source in data.validation_sources]

@@ -23,12 +23,14 @@ SPLITS = ("train", "validation")
 _Opened = tuple[ResolvedSource, Path, dict[str, Any]]
 
 
-def prepare_masked(data: DataConfig, *, vocab_size: int, seed: int, progress: Progress | None = None) -> PreparedCorpus:
+def prepare_masked(
+    data: DataConfig, *, vocab_size: int, seed: int, weights: bool = False, progress: Progress | None = None
+) -> PreparedCorpus:
     """The corpus of `data` for a masked language model. ValueError as `prepare`; and a tokenizer without a mask."""
     tell: Progress = progress or (lambda line: None)
-    resolved, tokenizer, opened = tokenised(data, vocab_size=vocab_size, progress=tell)
+    resolved, tokenizer, opened = tokenised(data, vocab_size=vocab_size, weights=weights, progress=tell)
     masks = mask_tokens(tokenizer)
-    require_mask(masks, tokenizer, vocab_size=vocab_size)
+    require_mask(masks, tokenizer, vocab_size=vocab_size, weights=weights)
     if data.sequence_length <= masks.frame:
         raise ValueError(
             f"data.sequence_length={data.sequence_length} has no room for a token beside the {masks.frame} that frame "

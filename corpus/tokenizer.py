@@ -46,6 +46,10 @@ class Tokenizer(Protocol):
         """Text of ids; what is not valid UTF-8 becomes the replacement character."""
         ...
 
+    def vocabulary(self) -> dict[str, int]:
+        """token -> id, added tokens included."""
+        ...
+
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
@@ -55,6 +59,10 @@ class ByteTokenizer:
     """ids 0..255 are UTF-8 bytes, 256 ends a document."""
 
     name, size, eod_id, fingerprint = "byte", 257, 256, _digest("byte-256")
+
+    def vocabulary(self) -> dict[str, int]:
+        """Bytes as SentencePiece names them."""
+        return {f"<0x{byte:02X}>": byte for byte in range(256)} | {END_OF_DOCUMENT: self.eod_id}
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
@@ -103,11 +111,16 @@ class SlowTokenizer:
         self.name, self.eod_id, self._tokenizer = name, eod_id, tokenizer
         vocabulary = tokenizer.get_vocab()
         self.size = max(vocabulary.values()) + 1
+        self._vocabulary = vocabulary
         self.fingerprint = _digest(json.dumps([type(tokenizer).__name__, sorted(vocabulary.items()), eod_id]))
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         encoded = self._tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return [np.array(ids, np.int64) for ids in encoded["input_ids"]]
+
+    def vocabulary(self) -> dict[str, int]:
+        """token -> id, added tokens included."""
+        return dict(self._vocabulary)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
@@ -140,12 +153,13 @@ def load_file(path: Path, *, name: str) -> FastTokenizer:
     raise ValueError(_no_end(name))
 
 
-def load_auto(name: str) -> tuple[Any, int]:
-    """(transformers' tokenizer of a folder or hub name, id that ends a document)."""
+def load_auto(name: str, **special: str) -> tuple[Any, int]:
+    """(transformers' tokenizer of a folder or hub name, id that ends a document). special: tokens by what they are for,
+    in place of those that its files name."""
     from transformers import AutoTokenizer  # seconds to import; the byte and BPE tokenizers do without
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **special)
     except Exception as error:  # OSError, ValueError, KeyError and others, by the kind of fault
         raise ValueError(
             f"data.tokenizer={name} cannot be loaded ({_one_line(error)}); "
@@ -194,15 +208,6 @@ def _without_long_runs(text: str) -> str:
     if np.diff(ends, prepend=-1, append=len(kinds) - 1).max() <= LONGEST_RUN:
         return text  # told fast: the pattern alone takes a third of the training's time
     return LONG_RUN.sub(r"\1\2\3\4", text)
-
-
-def require_vocabulary(tokenizer: Tokenizer, *, vocab_size: int) -> None:
-    """ValueError where the tokenizer has ids that the model's embedding lacks."""
-    if tokenizer.size > vocab_size:
-        raise ValueError(
-            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.size} ids of data.tokenizer={tokenizer.name}"
-            f"; set model.vocab_size={tokenizer.size} or use a smaller tokenizer"
-        )
 
 
 def _no_end(name: str) -> str:

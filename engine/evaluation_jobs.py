@@ -14,7 +14,8 @@ from corpus.cache import Progress
 from corpus.corpora import prepare_corpus
 from corpus.scored_rows import dataset_rows, stream_rows
 from corpus.scored_texts import texts_of, token_stream
-from corpus.tokenizer import Tokenizer, load_tokenizer, require_vocabulary
+from corpus.tokenizer import Tokenizer, load_tokenizer
+from corpus.vocabulary import require_vocabulary
 from engine.evaluations import (
     Metrics,
     Score,
@@ -108,7 +109,7 @@ def prepare_jobs(config: Config, *, progress: Progress) -> list[Job]:
             f"{config.model.max_position_embeddings}"
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
-    require_vocabulary(tokenizer, vocab_size=config.model.vocab_size)
+    require_vocabulary(tokenizer, vocab_size=config.model.vocab_size, weights=True)
     jobs = []
     if EvaluateTask.loss in tasks:
         jobs += _files(config, tokenizer, length) if asked.files else [_validation(config, length, progress)]
@@ -131,8 +132,9 @@ def _validation(config: Config, length: int, progress: Progress) -> Job:
     """The samples that training evaluates, all of them."""
     data = replace(config.data, sequence_length=length)
     corpus = prepare_corpus(
-        data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective, progress=progress
-    )
+        data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective, weights=True,
+        progress=progress,
+    )  # fmt: skip
     held_out = corpus.validation
     if held_out is None:
         raise ValueError(

@@ -1,6 +1,6 @@
 """The lm-evaluation-harness over all ranks: lm-eval runs on rank 0, the others answer what it asks of the model.
 
-    harness = open_harness(config, source, rank=rank)             before anything starts
+    harness = open_harness(config, source, rank=rank, say=announce)  before anything starts
     results = run_harness(harness, model, session, say=announce)  on every rank alike; lm-eval's own, on rank 0
 
 lm_eval is imported on rank 0 only, and late. Not here: finding tasks (`engine.harness_tasks`), texts to tokens
@@ -23,7 +23,7 @@ from corpus.prompts import Prompt
 from corpus.tokenizer_folder import end_ids
 from engine.answers import Answer, Job, answers, generator_of
 from engine.distributed import broadcast
-from engine.harness_tasks import LoadedTasks, load_tasks, prepared, quiet
+from engine.harness_tasks import LoadedTasks, load_tasks, prepared, quiet, require_documents
 from engine.inference import InferenceModel
 from engine.scoring import Scorer
 from engine.session import Session
@@ -45,8 +45,8 @@ class Harness:
     ends: frozenset[int]
 
 
-def open_harness(config: Config, source: WeightSource, *, rank: int) -> Harness | None:
-    """None where no task is named. Raises ValueError, a line, where a task or the tokenizer cannot be used."""
+def open_harness(config: Config, source: WeightSource, *, rank: int, say: Progress) -> Harness | None:
+    """None where no task is named. ValueError, a line, where a task, its rows or the tokenizer cannot be used."""
     asked = config.evaluate.harness
     if not asked.tasks:
         return None
@@ -62,6 +62,7 @@ def open_harness(config: Config, source: WeightSource, *, rank: int) -> Harness 
     harness = Harness(tasks, source, tokenizer, frozenset({tokenizer.eos_id} | end_ids(source.weights)))
     if tasks is not None:
         _require_generation(harness, config)
+        require_documents(tasks, num_fewshot=asked.num_fewshot, limit=config.evaluate.limit, say=say)
     return harness
 
 

@@ -20,6 +20,8 @@ import numpy as np
 
 from conf.evaluate_schema import HarnessConfig
 from conf.knobs import did_you_mean
+from engine.harness_documents import Say, first_row_fault, require_rows
+from engine.harness_faults import task_fault, task_of, unreadable
 
 INSTALL = "pip install 'lm-eval>=0.4.9,<0.5'"
 
@@ -38,7 +40,7 @@ def load_tasks(harness: HarnessConfig) -> LoadedTasks:
         raise ValueError(f"evaluate.harness.tasks needs the package lm-eval, which is not installed; {INSTALL}")
     if harness.include_path is not None and not Path(harness.include_path).is_dir():
         raise ValueError(f"evaluate.harness.include_path={harness.include_path}: no such folder (from {Path.cwd()})")
-    with quiet():
+    with quiet(logging.CRITICAL):  # its errors become lines of ours
         manager = _manager(harness)
         _require_names(harness.tasks, manager, harness)
         asked = [one for name in harness.tasks for one in _load(name, manager)]
@@ -55,21 +57,38 @@ def prepared(tasks: LoadedTasks, *, num_fewshot: int | None) -> Any:
 
     loaded = tasks.manager.load(tasks.asked)
     for task in loaded["tasks"].values():
-        said = task.get_config("num_fewshot")
-        if said is None or (num_fewshot is not None and said != 0):  # a task that says 0 wants none
-            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_config(key="num_fewshot", value=_shots(task, num_fewshot))
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)
     return loaded
 
 
+def require_documents(tasks: LoadedTasks, *, num_fewshot: int | None, limit: int | None, say: Say) -> None:
+    """ValueError, a line, where a task's rows cannot be asked about; `say`: see `require_rows`."""
+    from lm_eval.api.task import ConfigurableTask
+
+    with quiet():
+        for task in tasks.manager.load(tasks.asked)["tasks"].values():
+            if isinstance(task, ConfigurableTask):  # one written in Python has ways of its own
+                try:
+                    require_rows(task, shots=_shots(task, num_fewshot), limit=limit, say=say)
+                except ValueError as error:
+                    raise ValueError(f"evaluate.harness.tasks: {error}") from None
+
+
+def _shots(task: Any, asked: int | None) -> Any:
+    """Examples before each question: as asked for, but none where the task says 0."""
+    said = task.get_config("num_fewshot")
+    return (asked or 0) if said is None or (asked is not None and said != 0) else said
+
+
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet(level: int = logging.ERROR) -> Iterator[None]:
     """lm_eval's notes of less than an error stay off the console: it repeats the config of each task."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(level)
     try:
         yield
     finally:
@@ -95,17 +114,28 @@ def _require_names(names: Sequence[str], manager: Any, harness: HarnessConfig) -
         if _is_file(name):
             if not Path(name).is_file():
                 raise ValueError(f"evaluate.harness.tasks: {name}: no such file (from {Path.cwd()})")
+            if (fault := unreadable([Path(name)])) is not None:
+                raise ValueError(f"evaluate.harness.tasks: {fault}")
         elif name not in manager.all_tasks:
             searched = "lm-eval's own" if harness.include_path is None else f"{harness.include_path} and lm-eval's own"
             near = did_you_mean(name, manager.all_tasks)
-            raise ValueError(f"evaluate.harness.tasks: no task, group or tag {name} in {searched}{near}")
+            fault = unreadable(sorted(Path(harness.include_path).rglob("*.yaml"))) if harness.include_path else None
+            helps = f"; {fault}" if fault is not None else near
+            raise ValueError(f"evaluate.harness.tasks: no task, group or tag {name} in {searched}{helps}")
 
 
 def _load(name: str, manager: Any) -> list[Any]:
     """Reads the data of its tasks too. lm_eval, datasets and the hub raise errors of many kinds for what they lack."""
+    from lm_eval.api.task import ConfigurableTask
+
     try:
         found = manager.load([name])
     except Exception as error:
+        built = task_of(error)
+        if built is not None and (fault := task_fault(built)) is not None:
+            raise ValueError(f"evaluate.harness.tasks: {built.task_name}: {fault}") from None
+        if built is not None and (row := first_row_fault(built)) is not None:
+            raise ValueError(f"evaluate.harness.tasks: {row}") from None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         helps = ""
         if isinstance(error, ConnectionError) or "Hub" in reason:
@@ -116,6 +146,9 @@ def _load(name: str, manager: Any) -> list[Any]:
         raise ValueError(
             f"evaluate.harness.tasks: {name} cannot be loaded ({type(error).__name__}: {reason}){helps}"
         ) from None
+    for task in found["tasks"].values():
+        if isinstance(task, ConfigurableTask) and (fault := task_fault(task)) is not None:
+            raise ValueError(f"evaluate.harness.tasks: {task.task_name}: {fault}")
     below = {child for children in found["group_map"].values() for child in children}
     both = {**found["groups"], **found["tasks"]}
     return [one for known_as, one in both.items() if known_as not in below]

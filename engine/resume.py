@@ -269,28 +269,31 @@ def _loaded(start: Start, checkpoints: Checkpoints, timeline: Timeline) -> Progr
         announce(start.note)
     weights = weights_folder(config := checkpoints.session.config)
     if weights is not None and (config.lora.rank > 0 or not start.candidates):
-        _load(load_weights, checkpoints, weights, "initialize_from", timeline)
+        _load(load_weights, checkpoints, weights, "initialize_from")
     adapter = adapter_folder(config)
     if adapter is not None and not start.candidates:
-        _load(load_adapter, checkpoints, adapter, "lora.initialize_from", timeline)
+        _load(load_adapter, checkpoints, adapter, "lora.initialize_from")
     if start.candidates:
         progress = checkpoints.load_newest(start.candidates, only=start.only)
         for key, theirs, ours in start.changed:
             announce(f"{key} is {ours} from here on (in the checkpoint: {theirs})")
         message = f"resumed after {progress.samples} samples, {progress.tokens} tokens"
+        if weights is not None and config.lora.rank > 0:
+            message += f", beside the frozen weights of {weights}"
         plan, path = checkpoints.session.plan.label, checkpoints.loaded
         timeline.add(
             "resume", step=progress.step, message=message, checkpoint=path, plan=plan, changed=start.changed
         )  # fmt: skip
         return progress
+    for knob, folder in (("initialize_from", weights), ("lora.initialize_from", adapter)):
+        if folder is not None:
+            message = f"{knob} from {folder}; optimizer and step counter start anew"
+            timeline.add("weights", step=0, message=message)
     return Progress()
 
 
-def _load(
-    load: Callable[[Checkpoints, Path], None], checkpoints: Checkpoints, folder: Path, knob: str, timeline: Timeline
-) -> None:
+def _load(load: Callable[[Checkpoints, Path], None], checkpoints: Checkpoints, folder: Path, knob: str) -> None:
     try:
         load(checkpoints, folder)
     except ValueError as error:  # DamagedError too
         raise StopRun(f"{knob}: {error}") from None
-    timeline.add("weights", step=0, message=f"{knob} from {folder}; optimizer and step counter start anew")

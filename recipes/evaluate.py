@@ -54,7 +54,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
         source = find_weights(config)
         config = with_tokenizer(config, source)
         jobs = prepare_jobs(config, progress=announce)
-        harness = open_harness(config, source, rank=rank)
+        harness = open_harness(config, source, rank=rank, say=announce)
         out = target(config)
         claimed = claim_run_folder(config.run) if rank == 0 else None
     except (ValueError, OSError) as error:

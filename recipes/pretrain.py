@@ -40,7 +40,7 @@ def run(config: Config, plan: ParallelPlan) -> int:
     try:
         corpus = prepare_corpus(
             config.data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective,
-            progress=announce,
+            weights=config.initialize_from is not None, progress=announce,
         )  # fmt: skip
         require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
         claimed = choose_start(config, rank=int(os.environ.get("RANK", "0")))

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from corpus.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer, require_vocabulary, train_bpe
+from corpus.tokenizer import END_OF_DOCUMENT, ByteTokenizer, load_tokenizer, train_bpe
+from corpus.vocabulary import require_vocabulary
 from tests.corpus.helpers import EOD, prepared, train_documents, write_jsonl
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "naïve café \U0001f600 \0 end\r\n", "import os\n" * 30]

@@ -150,7 +150,7 @@ def harness(config: Config, model: InferenceModel, made: Place, tasks: list[str]
     folder.mkdir(exist_ok=True)
     config.evaluate.sequence_length = None
     config.evaluate.harness = HarnessConfig(tasks, str(made.tasks), num_fewshot=2, log_samples=True)
-    opened_ = open_harness(config, find_weights(config), rank=rank)
+    opened_ = open_harness(config, find_weights(config), rank=rank, say=lambda line: None)
     assert opened_ is not None
     session: Any = SimpleNamespace(rank=rank, config=config, folder=folder)
     results = run_harness(opened_, model, session, say=lambda line: None)
