@@ -17,7 +17,9 @@ from engine.checkpoint_folder import read_manifest
 from engine.failure import StopRun
 from engine.initial_weights import adapter_folder, load_adapter, load_weights
 from engine.peft_files import export_adapter, merge_adapter
+from engine.resume import Start, begin
 from parallel.adapters import adapter_count
+from telemetry.timeline import Timeline
 from tests.engine.cases import global_batch, reference_run, tiny_config
 from tests.engine.finetunes import adapted_model, peft_state, transformers_model
 from tests.engine.on_ranks import one_step
@@ -203,6 +205,27 @@ def test_a_checkpoint_does_not_go_on_beside_other_weights(tmp_path: Path) -> Non
     run_ranks(1, trained_from, config, tmp_path, base)
     [said] = run_ranks(1, _resume_beside, config, tmp_path, other)
     assert f"was trained beside the weights of {base}" in said and f"has the weights of {other}" in said
+
+
+def _begun(config: Config, folder: Path, starts: list[Start]) -> None:
+    for number, start in enumerate(starts):
+        begin(start, open_checkpoints(config, folder)[0], Timeline(folder / f"{number}.jsonl"))
+
+
+def test_a_run_that_goes_on_does_not_say_that_it_starts_anew(tmp_path: Path) -> None:
+    config = lora_config()
+    base = save_base(config, tmp_path / "base")
+    run_ranks(1, trained_from, config, tmp_path, base)
+    config.initialize_from = str(base)
+    run_ranks(1, _begun, config, tmp_path, [Start(), Start(candidates=[tmp_path / "checkpoints" / "step-00000002"])])
+    first, second = (
+        [(event["event"], event["step"], event["message"]) for event in map(json.loads, file.read_text().splitlines())]
+        for file in (tmp_path / "0.jsonl", tmp_path / "1.jsonl")
+    )
+    assert first == [("weights", 0, f"initialize_from from {base}; optimizer and step counter start anew")]
+    [(event, step, message)] = second
+    assert (event, step) == ("resume", 2)
+    assert message.startswith("resumed after ") and message.endswith(f", beside the frozen weights of {base}")
 
 
 def test_bf16_adapters_keep_their_fp32_masters(tmp_path: Path) -> None:
