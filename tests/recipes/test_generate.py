@@ -132,8 +132,8 @@ def test_a_file_of_text_is_a_prompt_a_line_and_a_tokenizer_larger_than_the_model
         job_of(f"initialize_from={small}", "data.tokenizer=byte", "prompt=!", "prompt=a")
     assert str(caught.value) == (
         "model.vocab_size=61 is smaller than the 257 ids of data.tokenizer=byte, and the weights have no row for "
-        "the last 196 of them; set data.tokenizer to one whose ids are all below 61, such as the one that these weights "
-        "were trained with"
+        "the last 196 of them; set data.tokenizer to one whose ids are all below 61, such as the one that these "
+        "weights were trained with"
     )
 
 
