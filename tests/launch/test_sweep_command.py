@@ -298,7 +298,7 @@ def test_a_model_may_be_a_folder_in_a_sweep_and_be_swept(call, here):
     ]
     assert models == [one, one, one, two, "llama_tiny"]
     code, out, err = call("--id", "u", "-m", f"model={one},{here}/three", "train.lr=1e-4")
-    assert (code, out) == (2, "") and f"job 1 (model={here}/three): model={here}/three: " in err
+    assert (code, out) == (2, "") and f"job 01 (model={here}/three): model={here}/three: " in err
 
 
 @needs_optuna
