@@ -1,7 +1,7 @@
 """What launch/elastic.py is asked to run, torchrun's options and a recipe behind them, checked before the hosts meet.
 
-Each host checks alike, so that all of them refuse in a line: a rank that refuses on one host would leave the others with
-a store that is gone. Not here: programs that are no recipe of this repository, whose words are their own.
+Each host checks alike, so that all of them refuse in a line: a rank that refuses on one host would leave the others
+with a store that is gone. Not here: programs that are no recipe of this repository, whose words are their own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def world_size(asked: Namespace) -> int | None:
     try:
         here = determine_local_world_size(each)
     except ValueError as error:
-        raise ConfigError([f"--nproc-per-node {each}: {str(error).rstrip('.')}; give a number of ranks, gpu or cpu"]) from None
+        raise ConfigError(
+            [f"--nproc-per-node {each}: {str(error).rstrip('.')}; give a number of ranks, gpu or cpu"]
+        ) from None
     if here < 1:
         raise ConfigError([f"--nproc-per-node {each} starts no rank; give 1 or more"])
     return most * here if fewest == most and (most == 1 or each.isdecimal()) else None
