@@ -28,7 +28,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     kept, knobs = [], []
     for text in arguments:
         value = text.removeprefix("model=")
-        if value == text or not ("/" in value or value.endswith(".json")) or any(sign in value for sign in "{}[],"):
+        if not names_folders(text) or "," in text:
             kept.append(text)
             continue
         try:
@@ -36,6 +36,12 @@ def expanded(arguments: Sequence[str]) -> list[str]:
         except ValueError as error:
             raise ConfigError([f"model={value}: {line}" for line in str(error).splitlines()]) from None
     return knobs + kept
+
+
+def names_folders(text: str) -> bool:
+    """Whether an override says model=FOLDER, or is a sweep with one."""
+    value = text.removeprefix("model=")
+    return value != text and ("/" in value or value.endswith(".json")) and not any(sign in value for sign in "{}[]")
 
 
 def model_in(path: Path) -> ModelConfig:

@@ -26,6 +26,7 @@ from conf import overrides as checks
 from conf.cli import folders_of, register
 from conf.knobs import CONF
 from conf.load import ConfigError
+from conf.model_folders import names_folders
 
 SWEEPER = "hydra/sweeper="
 RESULTS = "optimization_results.yaml"  # what the plugin writes in the end
@@ -93,7 +94,13 @@ def search(
     defaults = [f"hydra.sweeper.n_jobs={at_once}", "hydra.sweeper.max_failure_rate=1.0"]
     if "hydra/sweeper/sampler=grid" not in overrides:  # it has no seed
         defaults.append(f"hydra.sweeper.sampler.seed={zlib.crc32(seed.encode())}")
-    words = ["hydra/launcher=processes", f"hydra.sweep.dir='{folder}'", *defaults, *checks.opened(overrides)]
+    models = [text for text in overrides if names_folders(text)]  # which Hydra does not know, and every job gets
+    others = [text for text in overrides if text not in models]
+    words = ["hydra/launcher=processes", f"hydra.sweep.dir='{folder}'", *defaults, *checks.opened(others)]
+
+    def launch_all(batch: Sequence[Sequence[str]], first: int) -> Sequence[Objectives]:
+        return launch([[*models, *job] for job in batch], first)
+
     if config_dir is not None:
         words.append(f"hydra.searchpath=[file://{folders_of(config_dir)[-1]}]")
     register()
@@ -102,7 +109,7 @@ def search(
         with initialize_config_dir(str(CONF), version_base="1.3"):
             app = GlobalHydra.instance().hydra
             assert app is not None
-        app.multirun("config", launch, words, with_log_configuration=False)  # type: ignore[arg-type]
+        app.multirun("config", launch_all, words, with_log_configuration=False)  # type: ignore[arg-type]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([checks.explain(error)]) from None
     except NoObjectiveError:  # more failed than hydra.sweeper.max_failure_rate: the sweeper draws no more

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from conf import overrides as checks
 from conf.cli import compose_config, folders_of, require_plan
 from conf.knobs import options
 from conf.load import ConfigError, range_problems
+from conf.model_folders import names_folders
 from conf.ranks import choose
 from conf.schema import Config
 from parallel.hardware import device_count, device_kind
@@ -36,9 +37,7 @@ def expand(overrides: Sequence[str], *, config_dir: str | None = None) -> list[t
     shuffle(...) draws the same order every time, so that a sweep that goes on has the jobs that it had.
     """
     offered = options(folders_of(config_dir))
-    problems = checks.problems(overrides, options=offered)
-    if problems:
-        raise ConfigError(problems)
+    _require_readable(overrides, offered)
     parser = OverridesParser.create()
     choices: dict[str, list[str]] = {}
     state = random.getstate()
@@ -54,6 +53,13 @@ def expand(overrides: Sequence[str], *, config_dir: str | None = None) -> list[t
     if (jobs := math.prod(map(len, choices.values()))) > MOST_JOBS:
         raise ConfigError([f"{jobs:,} jobs are more than the {MOST_JOBS:,} that a sweep may have; name fewer values"])
     return list(itertools.product(*choices.values()))
+
+
+def _require_readable(overrides: Sequence[str], offered: Mapping[str, Sequence[str]]) -> None:
+    """ConfigError with every override that cannot be; folders of models are for each job's composition to judge."""
+    problems = checks.problems([text for text in overrides if not names_folders(text)], options=offered)
+    if problems:
+        raise ConfigError(problems)
 
 
 def _values(override: Override, text: str, offered: Sequence[str]) -> list[str]:
@@ -85,9 +91,7 @@ def _size(values: Any) -> int:
 
 def fixed_config(overrides: Sequence[str], *, config_dir: str | None = None) -> tuple[Config, set[str]]:
     """What the overrides say that are no sweep of any kind, and the keys of those that are. Raises ConfigError."""
-    problems = checks.problems(overrides, options=options(folders_of(config_dir)))
-    if problems:
-        raise ConfigError(problems)
+    _require_readable(overrides, options(folders_of(config_dir)))
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
     fixed = [
         text for text, one in zip(overrides, parsed, strict=True)

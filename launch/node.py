@@ -223,8 +223,11 @@ def run(part: Part, command: Sequence[str], environ: Mapping[str, str]) -> int:
     for number in STOPS:
         signal.signal(number, signal.SIG_DFL)  # nothing runs here any more
     code = part.met.end(code, patience_s=GRACE_S)
-    if code not in OF_ALL and (failure := part.met.first_failure(patience_s=TELL_S)):
-        say(f"host {failure.host} {'is lost' if failure.code is None else ended_with(failure.code)}")
+    if code in OF_ALL or (failure := part.met.first_failure(patience_s=TELL_S)) is None:
+        return code
+    if code == 1 and failure.code == 75:  # asked to stop while nothing trained, which the ranks here saw as lost peers
+        return 75
+    say(f"host {failure.host} {'is lost' if failure.code is None else ended_with(failure.code)}")
     return code
 
 

@@ -146,8 +146,8 @@ class History:
             self.left.append((job, ended.unreached))
         if self.is_final:
             return
-        told = failure_of(self.folder)
-        if told == self.told and self.folder is not None:
+        told = failure_of(self.folder)  # nothing, where the attempt removed what the one before it left
+        if told in ({}, self.told) and self.folder is not None:
             told = _tell(self.folder, job, ended)
         self.told = told
         self.failures.update(ended.culprits or _host_of(told.get("rank"), job))
@@ -229,11 +229,11 @@ def _tell(folder: Path, job: Job, ended: Ended) -> dict[str, Any]:
     host = next((host for host in ended.culprits if host in job.hosts), None)
     rank = None if host is None else sum(job.slots[: job.hosts.index(host)])
     told = {"rank": rank, "error": ended.why, "time": utc_now()}
+    outcome = "host lost" if ended.is_host_lost else "rank lost" if ended.culprits else "launcher lost"
     write_json(folder / "failed.json", told)
     Timeline(folder / "timeline.jsonl").add(
-        "end", step=_last_step(folder), outcome="host lost" if ended.is_host_lost else "rank lost", host=host,
-        rank=rank, error=ended.why,
-    )  # fmt: skip
+        "end", step=_last_step(folder), outcome=outcome, host=host, rank=rank, error=ended.why
+    )
     return told
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 
 import psutil
 
@@ -144,8 +145,11 @@ def run(job: Job, variables: Sequence[Mapping[str, str]]) -> Ended:
             signal.signal(number, handler)
     if seen.code == 0 and seen.failed:  # mpirun does not tell it
         seen.code = next(iter(seen.failed.values()))
-    if seen.code == 0 and not finished:
+    if launcher.returncode < 0 and not seen.is_cut:
+        seen.why = f"{Path(job.command[0]).name} was ended by {signal.Signals(-launcher.returncode).name} here"
+    elif seen.code == 0 and not finished:
         seen.why = "the launcher ended but rank 0 did not finish: some process was killed"
+    if seen.why:
         say(seen.why)
         seen.code = 1
     if seen.requests and seen.code in UNHANDLED:

@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared", deadline=None)  # two tests at a time, or a busy machine, say nothing of the code
+settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True, scope="module")

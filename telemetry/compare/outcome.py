@@ -173,6 +173,9 @@ LINES: tuple[tuple[str, str, Callable[[Any], str], bool], ...] = (
 )
 
 
+MOST = 100.0  # times the first run's, or a part of it: beyond, one of the two is as good as nothing
+
+
 @dataclass(frozen=True)
 class Line:
     """One quantity of all runs: as text, and as a ratio to the first run's; None where that says nothing."""
@@ -206,7 +209,8 @@ def _ratio(value: float | None, first: float | None) -> float | None:
     if not (_is_number(value) and _is_number(first)) or not first:
         return None
     assert value is not None
-    return value / first
+    ratio = value / first
+    return ratio if 1 / MOST <= ratio <= MOST else None
 
 
 def outcome_table(runs: Sequence[Run]) -> str:

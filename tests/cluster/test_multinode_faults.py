@@ -85,6 +85,16 @@ def test_a_host_that_is_cut_off_is_named_and_the_run_ends_everywhere(training, h
     wait_for(lambda: hosts[1].processes() == [], seconds=HANG_TIMEOUT_S + 60, what="the cut host's end")
 
 
+@pytest.mark.slow
+def test_a_killed_launcher_is_told_and_is_no_success(training, hosts):
+    training.wait_for_steps()
+    (runner,) = [one for one in hosts[0].processes() if any(word.endswith("bin/deepspeed") for word in one.cmdline())]
+    runner.kill()
+    assert training.wait(90) == 1
+    assert "launch/multinode.sh: deepspeed was ended by SIGKILL here" in training.output
+    assert hosts.processes() == []
+
+
 SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGTERM)]
 
 

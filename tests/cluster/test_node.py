@@ -144,6 +144,16 @@ def test_a_request_to_stop_on_one_host_saves_on_all_and_says_75(start, hosts, tm
 
 
 @SLOW
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_before_the_first_step_says_75_on_both(start, hosts, tmp_path, number):
+    nodes = start(LONG, LONG)
+    wait_for((tmp_path / "runs" / "default" / "r" / "metrics.jsonl").exists, seconds=180, what="the run's records")
+    hosts[1].signal(nodes.started[1], number)
+    assert nodes.wait(90) == [75, 75], nodes.outputs
+    assert hosts.processes() == []
+
+
+@SLOW
 @pytest.mark.parametrize("victim", ["node.py", "deepspeed.launcher.launch"])
 def test_a_killed_launcher_is_not_success_and_leaves_no_rank(start, hosts, tmp_path, victim):
     nodes = start(LONG, LONG)

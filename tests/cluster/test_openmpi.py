@@ -77,6 +77,16 @@ def test_a_killed_starter_of_a_rank_ends_the_run_on_both_hosts(training: Trainin
 
 
 @pytest.mark.slow
+def test_a_killed_mpirun_is_told_and_is_no_success(training: Training, hosts: Hosts) -> None:
+    training.wait_for_steps()
+    (mpirun,) = [one for one in hosts[0].processes() if one.name() == "mpirun"]
+    mpirun.kill()
+    assert training.wait(90) == 1
+    assert "launch/multinode.sh: mpirun was ended by SIGKILL here" in training.output
+    assert hosts.processes() == []
+
+
+@pytest.mark.slow
 def test_a_request_to_stop_saves_on_all_hosts_and_says_75(training: Training, hosts: Hosts) -> None:
     training.wait_for_steps()
     hosts[0].signal(training.process, signal.SIGINT)

@@ -407,7 +407,7 @@ def test_validation_is_by_a_hash_of_the_text_or_a_source_of_its_own(tmp_path: Pa
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_packing_keeps_every_conversation_once_within_the_length(lengths: list[int]) -> None:
     samples = packed(lengths, size=50)
     assert sorted(place for sample in samples for place in sample) == list(range(len(lengths)))
@@ -419,7 +419,7 @@ def test_packing_keeps_every_conversation_once_within_the_length(lengths: list[i
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=30), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_token_counts_where_one_of_its_characters_does(tokens: list[tuple[int, bool]], data: st.DataObject) -> None:
     """Against the rule by characters. Tokens may share a character (bytes of one) but leave none out."""
     offsets, place = [], 0

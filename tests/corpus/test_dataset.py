@@ -27,7 +27,7 @@ def test_documents_of_case_e1_give_nine_samples_and_four_dropped_targets(tmp_pat
 
 
 @given(documents=DOCUMENTS, sequence_length=st.integers(1, 12), seed=st.integers(0, 9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_each_target_of_the_stream_is_used_once_an_epoch_but_a_partial_last_sample(documents, sequence_length, seed):
     file = token_file(documents)
     if len(file) <= sequence_length:
@@ -45,7 +45,7 @@ def test_each_target_of_the_stream_is_used_once_an_epoch_but_a_partial_last_samp
 
 
 @given(documents=DOCUMENTS, sequence_length=st.integers(1, 12))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_positions_restart_and_no_target_crosses_into_another_document(documents, sequence_length):
     file = token_file(documents)
     if len(file) <= sequence_length:

@@ -51,7 +51,7 @@ def mlm(folder: Path, *, vocab_size: int = 258, **fields: Any) -> PreparedCorpus
 DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=DOCUMENTS, framed=st.booleans(), size=st.integers(4, 20))
 def test_every_token_is_in_one_sample_and_a_document_that_fits_is_never_split(
     lengths: list[int], framed: bool, size: int, tmp_path_factory: pytest.TempPathFactory

@@ -55,7 +55,7 @@ def stream(blend, source=0):
     documents=st.lists(st.lists(st.binary(max_size=20), max_size=3), min_size=2, max_size=30),
     dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_documents_it_writes_are_those_we_train_on(tmp_path_factory, documents, dtype):
     folder = tmp_path_factory.mktemp("core")
     kept = [b"".join(document) for document in documents if any(document)]

@@ -34,7 +34,7 @@ def prepared_source(tmp_path, *, vocab_size=257, cache=None, **fields):
 
 
 @given(documents=DOCUMENTS, appended=st.booleans(), length=st.integers(1, 12), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_samples_are_those_of_the_same_documents_in_a_token_file(tmp_path_factory, documents, appended, length, data):
     folder = tmp_path_factory.mktemp("any")
     kept = [document for document in documents if document]

@@ -99,7 +99,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(texts=TEXTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_every_reader_gives_the_same_text(name, texts):
     with tempfile.TemporaryDirectory() as folder:
         got, tally = read(FORMATS[name](Path(folder), texts))
@@ -111,7 +111,7 @@ def test_every_reader_gives_the_same_text(name, texts):
 
 
 @given(texts=TEXTS, end=ENDS, ascii_only=st.booleans(), mark=st.sampled_from([b"", codecs.BOM_UTF8]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_line_ends_and_marks_are_no_part_of_the_text(texts, end, ascii_only, mark):
     kept = [text for text in texts if text]
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def test_line_ends_and_marks_are_no_part_of_the_text(texts, end, ascii_only, mar
 
 
 @given(ends=st.lists(st.sampled_from([b"\n", b"\r\n", b"\r", b"\r\r\n", b"\n\n \t\n"]), min_size=1, max_size=9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_line_ends_may_be_mixed_in_one_file(ends):
     with tempfile.TemporaryDirectory() as folder:
         lines = [b'{"text": "%d"}' % n + end for n, end in enumerate(ends)]
@@ -138,7 +138,7 @@ def bpe(tmp_path_factory):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 @given(texts=TEXTS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_tokens_decode_to_the_text(tmp_path_factory, bpe, tokenizer, texts):
     kept = [text for text in texts if text]
     if len(kept) < 2:
@@ -157,7 +157,7 @@ ROWS = st.lists(st.sampled_from(["text", "again", "", None, "absent", "broken", 
 
 
 @given(rows=ROWS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_counts_of_skipped_rows_add_up(rows):
     special = {"absent": b'{"n": 1}', "broken": b'{"text": "cut', "latin": b'{"text": "caf\xe9"}'}
     lines = [special.get(row) or json.dumps({"text": row}).encode() for row in rows]

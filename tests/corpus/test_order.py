@@ -11,7 +11,7 @@ from corpus.order import Interleave, order_key, permute
 
 
 @given(size=st.integers(1, 600), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permute_meets_each_place_once(size, key):
     assert sorted(permute(i, size=size, key=key) for i in range(size)) == list(range(size))
 
@@ -50,7 +50,7 @@ WEIGHTS = st.lists(st.one_of(st.integers(1, 100), st.floats(0.001, 1000.0)), min
 
 
 @given(weights=WEIGHTS, draws=st.integers(0, 10**12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_prefix_of_a_blend_has_the_weights_within_two_samples(weights, draws):
     counts = Interleave(weights).counts(draws)
     assert sum(counts) == draws
@@ -59,7 +59,7 @@ def test_every_prefix_of_a_blend_has_the_weights_within_two_samples(weights, dra
 
 
 @given(weights=WEIGHTS, draws=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_blend_visits_each_source_in_order_without_gaps(weights, draws):
     interleave = Interleave(weights)
     seen = [0] * len(weights)

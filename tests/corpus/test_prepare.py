@@ -62,7 +62,7 @@ def test_odd_text_comes_through_unchanged(tmp_path):
 
 
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=30), workers=st.integers(1, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_stream_is_the_documents_in_order_whatever_they_hold(tmp_path_factory, texts, workers):
     folder = tmp_path_factory.mktemp("any")
     kept = [text.encode() for text in texts if text]
@@ -85,7 +85,7 @@ def test_a_single_document_is_cut_at_a_line_end(tmp_path):
 
 
 @given(text=st.text(alphabet="ab \n\t", max_size=200), size=st.integers(1, 30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_join_to_the_document(text, size):
     parts = list(pieces(text, split="train", size=size))
     assert "".join(part.text for part in parts) == text

@@ -30,7 +30,7 @@ def byte_level(*added):
 
 
 @given(text=st.text())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_bytes_come_back_as_the_text(text):
     tokenizer = ByteTokenizer()
     (ids,) = tokenizer.encode([text])

@@ -180,6 +180,25 @@ def test_what_the_ranks_had_no_time_to_say_is_said_for_them(story, tmp_path):
     assert (event["event"], event["outcome"], event["step"], event["host"]) == ("end", "host lost", 6, "w1")
 
 
+def test_a_lost_host_is_told_though_the_attempt_removed_what_the_one_before_said(story, tmp_path):
+    run = tmp_path / "runs" / "default" / "mine"
+    start_record(run, "id-0")
+    said = iter(('{"rank": 0, "error": "RuntimeError", "time": "now"}', None))
+
+    def goes_on() -> None:
+        (run / "failed.json").unlink(missing_ok=True)
+        if (text := next(said)) is not None:
+            (run / "failed.json").write_text(text)
+
+    lost = Ended(1, lost=["w1"], why="host w1 (rank 1) gave no sign of life")
+    one = story(died("w0", 1), lost)
+    one.before_end = goes_on
+    assert one.run(["w0", "w1"], allowed=1) == 1
+    assert json.loads((run / "failed.json").read_text())["error"] == lost.why
+    (event,) = map(json.loads, (run / "timeline.jsonl").read_text().splitlines())
+    assert (event["event"], event["outcome"], event["host"]) == ("end", "host lost", "w1")
+
+
 def test_a_host_of_the_rank_that_failed_first_is_replaced_where_codes_do_not_tell(story, tmp_path):
     run = tmp_path / "runs" / "default" / "mine"
 

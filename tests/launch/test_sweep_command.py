@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from conf.cli import compose_config
+from conf.huggingface_config import huggingface_config
 from launch import sweep, sweep_report, sweep_request
 from tests.engine.launched import ROOT, wait_for
 
@@ -276,6 +278,35 @@ def test_optuna_draws_jobs_from_what_the_last_ones_reached_and_the_same_command_
     assert f"train.lr: {best!r}" in out and "best_value" in out
     code, out, _ = call("-m", *SEARCH, "hydra.sweeper.sampler.n_startup_trials=2", "model=llama_tiny")
     assert code == 0 and out.count("is finished already") == 5 and len(events("begins")) == 5
+
+
+def model_folder(path: Path) -> str:
+    path.mkdir()
+    model = compose_config(["model=llama_tiny"]).model
+    (path / "config.json").write_text(json.dumps(huggingface_config(model)))
+    return str(path)
+
+
+def test_a_model_may_be_a_folder_in_a_sweep_and_be_swept(call, here):
+    one, two = model_folder(here / "one"), model_folder(here / "two")
+    code, _, err = call("-m", f"model={one}", "train.lr=1e-4,3e-4")
+    assert code == 0, err
+    code, _, err = call("--id", "t", "-m", f"model={one},{two},llama_tiny")
+    assert code == 0, err
+    models = [
+        word.removeprefix("model=") for row in events("begins") for word in row["words"] if word.startswith("model=")
+    ]
+    assert models == [one, one, one, two, "llama_tiny"]
+    code, out, err = call("--id", "u", "-m", f"model={one},{here}/three", "train.lr=1e-4")
+    assert (code, out) == (2, "") and f"job 01 (model={here}/three): model={here}/three: " in err
+
+
+@needs_optuna
+def test_a_search_takes_a_folder_as_its_model(call, here):
+    folder = model_folder(here / "one")
+    code, out, err = call("-m", SEARCH[0], "hydra.sweeper.n_trials=1", SEARCH[2], f"model={folder}")
+    assert code == 0 and "best_value" in out, err
+    assert [row["words"].count(f"model={folder}") for row in events("begins")] == [1]
 
 
 @needs_optuna

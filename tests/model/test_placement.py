@@ -34,7 +34,7 @@ def stored_whole(model, padded: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(cuts=st.lists(st.floats(0, 1), max_size=3))
 def test_boxes_of_all_ranks_fill_the_stored_model_once(case: str, tp: int, cuts: list[float]) -> None:
     model = small_model(**CASES[case])

@@ -58,6 +58,13 @@ def test_the_table_has_ratios_to_the_first_run(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in lines if line.startswith("step time")] == ["s"]  # the same: no ratio
 
 
+def test_a_number_beside_as_good_as_nothing_has_no_ratio(tmp_path: Path) -> None:
+    rows = [[step_row(step, pipeline__bubble=bubble) for step in range(1, 41)] for bubble in (0.0002, 0.2)]
+    runs = [load_run(write_run(tmp_path / name, rows=one)) for name, one in zip("ab", rows, strict=True)]
+    [bubble] = [line.split() for line in outcome_table(runs).splitlines() if line.startswith("bubble")]
+    assert bubble == ["bubble", "0.0%", "20.0%"]
+
+
 def test_losses_after_other_numbers_of_steps_have_no_ratio(tmp_path: Path) -> None:
     short = [step_row(step, train__step_time_s=1.0) for step in range(1, 21)]
     runs = [load_run(write_run(tmp_path / "a")), load_run(write_run(tmp_path / "b", rows=short, ending=None))]
