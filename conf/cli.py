@@ -84,8 +84,7 @@ def main_without_plan(entry: Callable[[Config], int | None]) -> None:
     """The same for a recipe that looks for a plan itself: only the ranges of numbers are checked."""
 
     def unplanned(config: Config, world_size: int) -> int:
-        problems = range_problems(config)
-        if problems:
+        if problems := range_problems(config):
             raise ConfigError(problems)
         return 0 if world()[0] > 0 else entry(config) or 0  # started on many ranks, one of them answers
 
@@ -184,10 +183,8 @@ def spelled_out(arguments: Sequence[str]) -> list[str]:
 
 
 def compose_config(arguments: Sequence[str], *, config_dir: str | None = None) -> Config:
-    """Overrides -> typed Config, numbers not yet checked. Raises ConfigError with every problem.
-
-    config_dir: a folder of more YAML groups.
-    """
+    """Overrides -> typed Config, numbers not yet checked. config_dir: a folder of more YAML groups. Raises ConfigError
+    with every problem."""
     arguments = spelled_out(arguments)
     folders = folders_of(config_dir)
     problems = overrides.problems(arguments, options=options(folders))
@@ -238,9 +235,8 @@ def share_cores(device: str) -> None:
     """On a CPU: tell DeepSpeed so, and give each of several ranks its part of the cores, before torch is imported.
 
     OpenMP's threads would spin while they wait for each other; where another process wants the core, that makes a step
-    many times slower. Waiting passively costs little on an idle machine.
-
-    What the environment says already stays. LOCAL_WORLD_SIZE is torchrun's name, LOCAL_SIZE DeepSpeed's.
+    many times slower. Waiting passively costs little on an idle machine. What the environment says already stays.
+    LOCAL_WORLD_SIZE is torchrun's name, LOCAL_SIZE DeepSpeed's.
     """
     if device != "cpu":
         return
@@ -256,14 +252,18 @@ def folders_of(config_dir: str | None) -> list[Path]:
 
 
 def parse_flags(argv: Sequence[str]) -> Namespace:
-    """Hydra's own arguments; ConfigError for a flag it does not have."""
+    """Hydra's own arguments; ConfigError for a flag that it does not have, and for two that it takes one of."""
     parser = get_args_parser()
 
     def error(message: str) -> NoReturn:
         raise ConfigError([f"{message}; see --help"])
 
     parser.error = error  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(argv)  # flags may stand between overrides
+    flags = parser.parse_intermixed_args(argv)  # flags may stand between overrides
+    given = [f"--{one}" for one in ("run", "multirun", "cfg", "info", "shell_completion") if getattr(flags, one)]
+    if len(given) > 1:
+        error(f"{' and '.join(given).replace('_', '-')} exclude each other; give one of them")
+    return flags
 
 
 def _hydra(task: Callable[[DictConfig], None]) -> int:

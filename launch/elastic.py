@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,17 +35,22 @@ if __name__ == "__main__":
 
     interrupts.while_imports_run()
 
+from conf.load import ConfigError
+from launch import elastic_request
+
 FINAL = (0, 2, 76)  # started again, they would end the same way
 ASKED = (75, 130, 143)
 ANSWER_S = 15.0  # for the store of a rendezvous, which answers in milliseconds
 QUICK_S = 600.0  # as the kubelet, which then forgets how often a container failed
+WHEN_MET = {"num_nodes_waiting", "_restart_workers"}  # what torchrun's agent calls after its ranks have started
+CPP_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: list[str]) -> int:
     began = time.monotonic()
     code = run(argv)
     retry, limit = os.environ.get("RETRY_CODE"), os.environ.get("RETRY_LIMIT")
-    if retry is None:
+    if retry is None or is_dry():
         return code
     counts = Path(f"retries-{socket.gethostname()}")
     if code not in FINAL and (limit is None or may_retry(code, time.monotonic() - began, int(limit), counts)):
@@ -66,12 +73,23 @@ def may_retry(code: int, seconds: float, limit: int, counts: Path) -> bool:
 
 def run(argv: list[str]) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    import_quietly()
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main as torchrun
+    from torch.distributed.run import parse_args
 
+    asked = parse_args(argv)
+    try:
+        elastic_request.check(asked)
+    except ConfigError as error:
+        print("\n".join(f"launch/elastic.py: {line}" for line in error.problems), file=sys.stderr)
+        return 2
+    show(argv, rank=elastic_request.command_of(asked), where=f"{asked.nnodes} hosts x {asked.nproc_per_node} ranks")
+    if is_dry():
+        return 0
     stranger = stranger_at_the_rendezvous(argv)
     if stranger is not None:
         print(f"launch/elastic.py: {stranger}", file=sys.stderr)
@@ -89,9 +107,46 @@ def run(argv: list[str]) -> int:
         first = str(error).splitlines()[0]
         print(f"launch/elastic.py: {first}; give --master-port, or --rdzv-endpoint, a free port", file=sys.stderr)
         return 1
-    except RendezvousError as error:  # the other nodes did not come, or their store went
-        print(f"launch/elastic.py: the nodes did not meet: {error}", file=sys.stderr)
+    except RendezvousError as error:
+        print(f"launch/elastic.py: {why_apart(error, asked.rdzv_endpoint)}", file=sys.stderr)
         return 1
+
+
+def show(argv: list[str], *, rank: list[str], where: str) -> None:
+    """Print what each rank is given, and the same as torchrun's command with the variables that it reads."""
+    read = {name: value for name, value in os.environ.items() if name.startswith(("PET_", "TORCH_DISABLE_SHARE"))}
+    print(f"{where}, each: {shlex.join(rank)}")
+    words = [f"{name}={value}" for name, value in sorted(read.items())]
+    print(shlex.join(["env", *words, sys.executable, "-m", "torch.distributed.run", *argv]), flush=True)
+
+
+def is_dry() -> bool:
+    return os.environ.get("DRY_RUN", "0") == "1"
+
+
+def import_quietly() -> None:
+    """torch, without its warnings from C++ in this process: where a store goes away they are pages of frames. The level
+    is read at the import; the ranks have the caller's.
+    """
+    given = os.environ.get(CPP_LEVEL)
+    os.environ.setdefault(CPP_LEVEL, "ERROR")
+    import torch.distributed  # noqa: F401
+
+    if given is None:
+        del os.environ[CPP_LEVEL]
+
+
+def why_apart(error: Exception, endpoint: str) -> str:
+    """A rendezvous' error in a line. endpoint: HOST:PORT of the store."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+    reason = str(error.__cause__ or error).partition("\n")[0] or type(error).__name__
+    if not WHEN_MET & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+        return f"the nodes did not meet: {reason}"
+    if isinstance(error, RendezvousConnectionError):
+        host = endpoint.rpartition(":")[0] or endpoint
+        return f"the store on host {host} went away: its launcher ended, or it is cut off; its output says why"
+    return f"the nodes did not meet again: {reason}; another host has ended, and its output says why"
 
 
 def stranger_at_the_rendezvous(argv: list[str]) -> str | None:

@@ -31,7 +31,7 @@ from launch.remote import ROOT
 from launch.request import Request, check_given, composed
 from launch.request import parse as parse_request
 from launch.slurm_layout import Layout, layout
-from launch.slurm_names import names
+from launch.slurm_names import names, number, required
 from launch.watch import GRACE_S, STOP_CODES
 
 USAGE = "usage: sbatch ... launch/slurm.sbatch [--interface NAME] [--jobs FILE] RECIPE [OVERRIDES...]"
@@ -68,7 +68,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Job:
     if not words:
         raise ConfigError([USAGE])
     given, task = dict(options), environ.get("SLURM_ARRAY_TASK_ID")
-    label = environ["SLURM_JOB_ID"] if task is None else f"{environ['SLURM_ARRAY_JOB_ID']}_{task}"
+    label = str(number(environ, "SLURM_JOB_ID"))
+    if task is not None:
+        label = f"{number(environ, 'SLURM_ARRAY_JOB_ID')}_{number(environ, 'SLURM_ARRAY_TASK_ID')}"
     folder = Path.cwd() / f"slurm-{label}"
     interface = ["--interface", given["--interface"]] if "--interface" in given else []
     if "--jobs" in given:
@@ -126,7 +128,7 @@ def surroundings(job: Job, tasks: Layout, environ: Mapping[str, str]) -> dict[st
         check_address(environ["MASTER_ADDR"], seen["addresses"], tasks.hosts[0])
     found = {
         "MASTER_ADDR": seen["address"],
-        "MASTER_PORT": str(free_port(int(environ["SLURM_JOB_ID"]))),
+        "MASTER_PORT": str(free_port(number(environ, "SLURM_JOB_ID"))),
         "LAUNCH_MARKER": str(job.folder / "finished"),
     }
     if "SLURM_CPUS_PER_TASK" in environ:
@@ -134,9 +136,9 @@ def surroundings(job: Job, tasks: Layout, environ: Mapping[str, str]) -> dict[st
     return {**found, **environ}
 
 
-def free_port(number: int) -> int:
-    """The first free one from where the job's number points, below those that the kernel gives out."""
-    for port in (10000 + (16 * number + tried) % 20000 for tried in range(2000)):
+def free_port(job: int) -> int:
+    """The first free one from where a job's number points, below those that the kernel gives out."""
+    for port in (10000 + (16 * job + tried) % 20000 for tried in range(2000)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port is free
             try:
@@ -149,11 +151,11 @@ def free_port(number: int) -> int:
 
 def run_job(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     seen = Seen()
-    for number in STOP_CODES:
-        signal.signal(number, lambda n, frame: seen.requests.append(signal.Signals(n)))
+    for stop in STOP_CODES:
+        signal.signal(stop, lambda n, frame: seen.requests.append(signal.Signals(n)))
     check_given()
     job = parse(argv, environ)
-    tasks = layout(environ, names(environ["SLURM_JOB_NODELIST"]), job.config)
+    tasks = layout(environ, names(required(environ, "SLURM_JOB_NODELIST")), job.config)
     command = command_of(job, tasks)
     how = "a task a rank" if tasks.task_per_rank else "a task a host"
     print(f"{sum(tasks.ranks)} ranks on {', '.join(tasks.hosts)}, {how}; their output: {job.folder}")

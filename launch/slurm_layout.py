@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from conf import hostfile
 from conf.load import ConfigError
 from conf.schema import Config
-from launch.slurm_names import expand_counts
+from launch.slurm_names import expand_counts, required
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _tasks(environ: Mapping[str, str], hosts: Sequence[str]) -> list[int]:
     """Of each host. Where nobody asked for a number, SLURM_TASKS_PER_NODE may be that of the CPUs."""
     if "SLURM_NTASKS" not in environ and "SLURM_NTASKS_PER_NODE" not in environ:
         return [1] * len(hosts)
-    text = environ.get("SLURM_TASKS_PER_NODE", "")
+    text = required(environ, "SLURM_TASKS_PER_NODE")
     counts = expand_counts(text)
     if len(counts) != len(hosts):
         raise ConfigError([

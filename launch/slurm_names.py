@@ -1,4 +1,4 @@
-"""Slurm's compressed lists, written out: hosts `a,b[001-003],c-[1-2]-x` and counts `2(x3),1`.
+"""What Slurm's variables say, and its compressed lists written out: hosts `a,b[001-003],c-[1-2]-x`, counts `2(x3),1`.
 
 `scontrol show hostnames` says the same where Slurm's commands are installed, and is asked first (`names`).
 """
@@ -9,7 +9,7 @@ import itertools
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from conf.load import ConfigError
 
@@ -18,13 +18,32 @@ RANGES = re.compile(r"\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*")
 COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
+def required(environ: Mapping[str, str], name: str) -> str:
+    """A variable that is set in every job, or task, that launch/slurm.sbatch runs in. Raises ConfigError."""
+    text = environ.get(name, "")
+    if not text:
+        raise ConfigError([
+            f"{name} is not set, as Slurm sets it in a job; submit it: sbatch -N HOSTS launch/slurm.sbatch RECIPE ..."
+        ])  # fmt: skip
+    return text
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """Raises ConfigError."""
+    text = required(environ, name)
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigError([f"{name}={text} is not a number, as Slurm sets it; do not set it yourself"])
+    return int(text)
+
+
 def names(text: str) -> list[str]:
     """The hosts of SLURM_JOB_NODELIST, in Slurm's order."""
     if shutil.which("scontrol") is None:
         return expand_hosts(text)
     done = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True)
     if done.returncode != 0:
-        raise ConfigError([f"scontrol does not read the hosts {text!r}: {done.stderr.strip()}"])
+        *_, why = done.stderr.strip().split("\n")  # before it: what it tried
+        raise ConfigError([f"scontrol does not read the hosts {text!r}: {why}"])
     return done.stdout.split()
 
 

@@ -15,21 +15,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from conf.load import ConfigError
 from launch import environment, on_host
-from launch.slurm_names import expand_counts
+from launch.slurm_names import expand_counts, number, required
 
 
 def rank_environ(environ: Mapping[str, str], interface: str | None) -> dict[str, str]:
     """What the recipe finds. interface: the network that was named. Raises ConfigError."""
-    counts = expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
-    peers = [environ["MASTER_ADDR"]] if len(counts) > 1 else []
+    counts = expand_counts(required(environ, "SLURM_STEP_TASKS_PER_NODE"))
+    node, host = number(environ, "SLURM_NODEID"), required(environ, "SLURMD_NODENAME")
+    peers = [required(environ, "MASTER_ADDR")] if len(counts) > 1 else []
     seen = on_host.look({"folder": os.getcwd(), "interface": interface, "peers": peers, "port": None})
     if "problem" in seen:
-        raise ConfigError([f"host {environ['SLURMD_NODENAME']}: {seen['problem']}"])
+        raise ConfigError([f"host {host}: {seen['problem']}"])
     found = {
-        "RANK": environ["SLURM_PROCID"],
-        "LOCAL_RANK": str(_device(environ)),
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_WORLD_SIZE": str(counts[int(environ["SLURM_NODEID"])]),
+        "RANK": str(number(environ, "SLURM_PROCID")),
+        "LOCAL_RANK": str(_device(environ, host)),
+        "WORLD_SIZE": str(number(environ, "SLURM_STEP_NUM_TASKS")),
+        "LOCAL_WORLD_SIZE": str(counts[node]),
     }
     given = {**environment.of_files(environ), **environ}
     if "SLURM_CPUS_PER_TASK" in environ:
@@ -37,15 +38,15 @@ def rank_environ(environ: Mapping[str, str], interface: str | None) -> dict[str,
     return environment.with_network(given, seen["interface"], named=interface is not None) | found
 
 
-def _device(environ: Mapping[str, str]) -> int:
+def _device(environ: Mapping[str, str], host: str) -> int:
     """Which of the GPUs that the task sees is its own: Slurm shows it those of its job on the host, or its own alone
     (--gpus-per-task=1). Raises ConfigError.
     """
-    shown, local = environ.get("CUDA_VISIBLE_DEVICES", ""), int(environ["SLURM_LOCALID"])
+    shown, local = environ.get("CUDA_VISIBLE_DEVICES", ""), number(environ, "SLURM_LOCALID")
     count = len(shown.split(",")) if shown else 0
     if 1 < count <= local:
         raise ConfigError([
-            f"host {environ['SLURMD_NODENAME']}: its task {local} sees the GPUs {shown} only; leave --gpu-bind out"
+            f"host {host}: its task {local} sees the GPUs {shown} only; leave --gpu-bind out"
         ])  # fmt: skip
     return 0 if count == 1 else local
 

@@ -5,8 +5,8 @@
 
 Prints sbatch's command and the job's number; DRY_RUN=1 stops before. --sbatch: options of sbatch. With -m each job is a
 run SWEEP-NN of the experiment SWEEP (--id; without it named by the clock), its overrides are in slurm-SWEEP.json here,
-and at most --array-limit of them run at once. Exit code: 2 for a configuration that cannot run there, else sbatch's.
-Not here: what the job does (launch/slurm.sbatch).
+and at most --array-limit of them run at once; with the same --id those whose run is complete are left out. Exit code: 2
+for a configuration that cannot run there, else sbatch's. Not here: what the job does (launch/slurm.sbatch).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,10 +36,12 @@ if __name__ == "__main__":
 from conf.cli import parse_flags
 from conf.load import ConfigError
 from conf.ranks import require_plan
+from conf.schema import Config
 from launch.remote import ROOT
 from launch.request import composed, find_recipe, split
 from launch.slurm_layout import layout
-from launch.sweep_jobs import jobs_of
+from launch.sweep_jobs import SweepJob, jobs_of
+from telemetry.run_folder import run_folder_path
 
 USAGE = (
     'usage: python launch/submit.py [--sbatch "OPTIONS"] [--interface NAME] [-m [--id SWEEP] [--array-limit JOBS]] '
@@ -125,60 +128,91 @@ def number(value: str | None) -> int | None:
     return int(match[1]) if match else None
 
 
-def problems_of(submission: Submission, overrides: Sequence[str], *, config_dir: str | None) -> list[str]:
-    """Why one job cannot run as it is asked for."""
-    try:
-        config = composed(submission.recipe, overrides, config_dir=config_dir)
-        hosts, environ = asked(submission.sbatch)
-        found = layout(environ, hosts, config)
-        device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
-        require_plan(submission.recipe.name, config, world_size=sum(found.ranks), device=device)
-    except ConfigError as error:
-        return list(error.problems)
-    return []
+def checked(submission: Submission, overrides: Sequence[str], *, config_dir: str | None) -> Config:
+    """The configuration of one job. Raises ConfigError where it cannot run as it is asked for."""
+    config = composed(submission.recipe, overrides, config_dir=config_dir)
+    hosts, environ = asked(submission.sbatch)
+    found = layout(environ, hosts, config)
+    device = "cuda" if "SLURM_GPUS_ON_NODE" in environ else None
+    require_plan(submission.recipe.name, config, world_size=sum(found.ranks), device=device)
+    return config
 
 
-def prepare(submission: Submission) -> tuple[list[str], Path | None, list[tuple[str, ...]]]:
-    """sbatch's command; for a sweep the file of its jobs, and these. Raises ConfigError with every job's problems."""
+@dataclass(frozen=True)
+class Sweep:
+    """path: the file of its jobs' overrides. complete: the numbers of those whose run came to its end."""
+
+    path: Path
+    jobs: tuple[SweepJob, ...]
+    complete: tuple[int, ...]
+
+    @property
+    def left(self) -> list[int]:
+        return [job.number for job in self.jobs if job.number not in self.complete]
+
+    @property
+    def overrides(self) -> list[list[str]]:
+        return [list(job.overrides) for job in self.jobs]
+
+
+def sweep_of(submission: Submission, sweep: str) -> Sweep:
+    """Raises ConfigError with every job's problems, and where this folder has another sweep of that name."""
     flags = parse_flags(submission.words)
-    script = [str(ROOT / "launch" / "slurm.sbatch"), *submission.interface]
-    command = ["sbatch", "--parsable", *submission.sbatch]
-    if submission.sweep is None:
-        problems = problems_of(submission, flags.overrides, config_dir=flags.config_dir)
-        if problems:
-            raise ConfigError(problems)
-        return [*command, *script, str(submission.recipe), *submission.words], None, []
-    jobs = jobs_of(flags.overrides, submission.sweep, config_dir=flags.config_dir)
-    problems = [
-        f"job {job.number} ({' '.join(job.swept)}): {line}"
-        for job in jobs
-        for line in problems_of(submission, job.overrides, config_dir=flags.config_dir)
-    ]
+    jobs, problems, complete = jobs_of(flags.overrides, sweep, config_dir=flags.config_dir), [], []
+    for job in jobs:
+        try:
+            config = checked(submission, job.overrides, config_dir=flags.config_dir)
+            if (run_folder_path(config.run, job.run_id) / "complete.json").exists():
+                complete.append(job.number)
+        except ConfigError as error:
+            problems += [f"job {job.number} ({' '.join(job.swept)}): {line}" for line in error.problems]
     if problems:
         raise ConfigError(problems)
-    path = Path.cwd() / f"slurm-{submission.sweep}.json"
-    command.append(f"--array=0-{len(jobs) - 1}{'' if submission.limit is None else f'%{submission.limit}'}")
-    more = [] if flags.config_dir is None else ["--config-dir", flags.config_dir]
-    return (
-        [*command, *script, "--jobs", str(path), str(submission.recipe), *more],
-        path,
-        [job.overrides for job in jobs],
-    )
+    found = Sweep(Path.cwd() / f"slurm-{sweep}.json", tuple(jobs), tuple(complete))
+    if found.path.exists() and json.loads(found.path.read_text()) != found.overrides:
+        raise ConfigError([f"{found.path} holds another sweep; give this one another --id"])
+    return found
+
+
+def command_of(submission: Submission, sweep: Sweep | None) -> list[str]:
+    command = ["sbatch", "--parsable", *submission.sbatch]
+    script = [str(ROOT / "launch" / "slurm.sbatch"), *submission.interface]
+    if sweep is None:
+        return [*command, *script, str(submission.recipe), *submission.words]
+    config_dir = parse_flags(submission.words).config_dir
+    more = [] if config_dir is None else ["--config-dir", config_dir]
+    limit = "" if submission.limit is None else f"%{submission.limit}"
+    script = [f"--array={ranges(sweep.left)}{limit}", *script, "--jobs", str(sweep.path)]
+    return [*command, *script, str(submission.recipe), *more]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """As --array takes them: 0, 3, 4 and 5 are `0,3-5`."""
+    runs = [[one for _, one in group] for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def submit(submission: Submission) -> int:
-    command, path, jobs = prepare(submission)
+    sweep = None
+    if submission.sweep is None:
+        flags = parse_flags(submission.words)
+        checked(submission, flags.overrides, config_dir=flags.config_dir)
+    else:
+        sweep = sweep_of(submission, submission.sweep)
+        print(*(f"{sweep.jobs[one].run_id} is finished already\n" for one in sweep.complete), sep="", end="")
+        if not sweep.left:
+            print(f"all {len(sweep.jobs)} jobs of {submission.sweep} are finished; nothing is submitted")
+            return 0
+    command = command_of(submission, sweep)
     print(shlex.join(command), flush=True)
-    for one, overrides in enumerate(jobs):
-        print(f"task {one}: {shlex.join(overrides)}")
+    if sweep is not None:
+        print(*(f"task {one}: {shlex.join(sweep.jobs[one].overrides)}\n" for one in sweep.left), sep="", end="")
     if os.environ.get("DRY_RUN", "0") == "1":
         return 0
     if shutil.which("sbatch") is None:
         raise ConfigError(["sbatch is not on the PATH; submit from a host that has Slurm's commands"])
-    if path is not None:
-        if path.exists() and json.loads(path.read_text()) != [list(one) for one in jobs]:
-            raise ConfigError([f"{path} holds another sweep; give this one another --id"])
-        path.write_text(json.dumps(jobs, indent=1) + "\n")
+    if sweep is not None:
+        sweep.path.write_text(json.dumps(sweep.overrides, indent=1) + "\n")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode == 0 or done.stdout:
         print(f"job {done.stdout.strip().partition(';')[0]}; see squeue, and slurm-JOB.out here")

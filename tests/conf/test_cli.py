@@ -179,6 +179,13 @@ def test_a_typo_before_cfg_job_is_named_too(call):
     assert done.returncode == 2 and "did you mean train.lr?" in done.stderr
 
 
+def test_flags_of_hydras_that_exclude_each_other_are_a_line(call):
+    for other in (["--cfg", "job"], ["--info", "searchpath"], ["--shell-completion", "query=bash"], ["--run"]):
+        done = call("-m", *other, "train.lr=0.5,0.25")
+        assert done.returncode == 2 and done.stdout == "", done.stderr
+        assert done.stderr.count("\n") == 1 and "--multirun" in done.stderr and other[0] in done.stderr
+
+
 def test_info_shows_the_search_path(call):
     assert str(ROOT / "conf") in call("--info", "searchpath").stdout
 

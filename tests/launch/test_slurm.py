@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from conf.load import ConfigError
 from conf.schema import Config
 from launch import slurm, slurm_rank
+from launch.remote import ROOT
 from launch.slurm_layout import layout
-from launch.slurm_names import expand_counts, expand_hosts, names
+from launch.slurm_names import expand_counts, expand_hosts, names, number
 
 LISTED = "a,b[001-003,010],c-[1-2]-x"
 HOSTS = ["a", "b001", "b002", "b003", "b010", "c-1-x", "c-2-x"]
@@ -104,6 +106,37 @@ def test_what_would_start_other_ranks_than_meant_is_refused_in_a_line(plan, envi
     with pytest.raises(ConfigError) as raised:
         of(plan, **environ)
     assert line in raised.value.problems[0] and len(raised.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("SLURM_JOB_NODELIST", "SLURM_JOB_NODELIST is not set, as Slurm sets it in a job"),
+        ("SLURM_JOB_ID", "this is no Slurm job; submit it"),
+        ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_JOB_ID is not set, as Slurm sets it in a job"),
+        ("SLURM_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE is not set, as Slurm sets it in a job"),
+    ],
+)
+def test_a_variable_of_slurms_that_is_missing_is_one_line(tmp_path, missing, line):
+    (tmp_path / "scontrol").write_text('#!/bin/bash\n[[ "$*" != *hostnames* ]] || echo w0\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "w0", "SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2", "DRY_RUN": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    words = ["bash", str(ROOT / "launch" / "slurm.sbatch"), "recipes/pretrain.py"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")} | job
+    if missing == "SLURM_JOB_ID":
+        assert subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True).returncode == 0
+    del environ[missing]
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"launch/slurm.sbatch: {line}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+def test_what_is_no_number_where_slurm_has_one_is_refused():
+    with pytest.raises(ConfigError, match=r"^SLURM_JOB_ID=5a is not a number"):
+        number({"SLURM_JOB_ID": "5a"}, "SLURM_JOB_ID")
 
 
 @pytest.fixture
@@ -197,3 +230,6 @@ def test_a_task_becomes_a_rank_by_slurms_numbers(monkeypatch, tmp_path):
         slurm_rank.rank_environ({**environ, "CUDA_VISIBLE_DEVICES": "4,5"}, None)
     with pytest.raises(ConfigError, match="host w0: it has no interface nothing"):
         slurm_rank.rank_environ(environ, "nothing")
+    for name in environ.keys() - {"SLURM_CPUS_PER_TASK", "MASTER_ADDR"}:  # one host needs no address of another
+        with pytest.raises(ConfigError, match=f"^{name} is not set"):
+            slurm_rank.rank_environ({key: value for key, value in environ.items() if key != name}, None)

@@ -143,6 +143,44 @@ def test_sbatchs_code_is_passed_on_and_another_sweep_is_not_overwritten(call, mo
     assert code == 2 and "slurm-s.json holds another sweep" in err
 
 
+SWEEP = ["--id", "s", "-m", RECIPE, "train.lr=1e-4,2e-4,3e-4,4e-4,5e-4,6e-4"]
+
+
+def complete(*numbers: int) -> None:
+    for number in numbers:
+        folder = Path("runs") / "s" / f"s-{number:02d}"
+        folder.mkdir(parents=True)
+        (folder / "complete.json").write_text("{}")
+
+
+def test_a_sweep_submitted_again_leaves_out_the_runs_that_are_complete(call):
+    assert call(*SWEEP)[0] == 0
+    before = json.loads(Path("slurm-s.json").read_text())
+    complete(1, 2)
+    (Path("runs") / "s" / "s-04").mkdir()  # began
+    code, out, _ = call("--array-limit", "2", *SWEEP)
+    assert code == 0 and words()[1] == "--array=0,3-5%2"
+    assert out.startswith("s-01 is finished already\ns-02 is finished already\nsbatch ")
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("task ")] == [
+        "task 0", "task 3", "task 4", "task 5",
+    ]  # fmt: skip
+    assert json.loads(Path("slurm-s.json").read_text()) == before  # a task's number is a place in it
+
+
+def test_a_sweep_whose_runs_are_all_complete_submits_nothing(call):
+    complete(*range(6))
+    code, out, _ = call(*SWEEP)
+    assert code == 0 and words() == []
+    assert out.splitlines()[-1] == "all 6 jobs of s are finished; nothing is submitted"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0], "0"), ([0, 1], "0-1"), ([0, 3, 4, 5], "0,3-5"), ([1, 3, 5], "1,3,5")]
+)
+def test_the_tasks_of_an_array_are_written_as_sbatch_reads_them(numbers, text):
+    assert submit.ranges(numbers) == text
+
+
 def test_a_folder_of_more_groups_reaches_the_jobs(call, tmp_path):
     (tmp_path / "more" / "model").mkdir(parents=True)
     (tmp_path / "more" / "model" / "mine.yaml").write_text("defaults:\n  - llama_tiny\nnum_layers: 2\n")
