@@ -31,7 +31,9 @@ class Prompt:
     ids: tuple[int, ...]
 
 
-def read_prompts(settings: GenerateConfig, tokenizer: ChatTokenizer, *, add_bos: bool, positions: int) -> list[Prompt]:
+def read_prompts(
+    settings: GenerateConfig, tokenizer: ChatTokenizer, *, add_bos: bool, vocab_size: int, positions: int
+) -> list[Prompt]:
     """All prompts in order. add_bos: of plain texts. Raises ValueError with every problem that the prompts have."""
     if settings.system is not None and not settings.chat:
         raise ValueError("generate.system is a message of a conversation; set generate.chat=true")
@@ -42,7 +44,7 @@ def read_prompts(settings: GenerateConfig, tokenizer: ChatTokenizer, *, add_bos:
     for where, given in _given(settings):
         try:
             prompt = _prompt(given, settings, tokenizer, template, add_bos=add_bos)
-            _require_fit(prompt, positions=positions)
+            _require_fit(prompt, tokenizer, vocab_size=vocab_size, positions=positions)
             prompts.append(prompt)
         except RowProblem as problem:
             problems.append(f"{where}: {problem}")
@@ -108,9 +110,14 @@ def _encoded(text: str, tokenizer: ChatTokenizer) -> list[int]:
     return list(tokenizer.encode([text])[0].ids)
 
 
-def _require_fit(prompt: Prompt, *, positions: int) -> None:
+def _require_fit(prompt: Prompt, tokenizer: ChatTokenizer, *, vocab_size: int, positions: int) -> None:
     if len(prompt.ids) >= positions:
         raise RowProblem(
             f"it has {len(prompt.ids)} tokens, and model.max_position_embeddings={positions} leaves no room for more; "
             f"use at most {positions - 1}"
+        )
+    if max(prompt.ids) >= vocab_size:
+        raise RowProblem(
+            f"token {max(prompt.ids)} of data.tokenizer={tokenizer.name} is none of model.vocab_size={vocab_size}; use "
+            "the tokenizer of these weights"
         )

@@ -19,7 +19,6 @@ from corpus.chat_template import ChatTemplate
 from corpus.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from corpus.prompts import Prompt, read_prompts
 from corpus.tokenizer_folder import end_ids
-from corpus.vocabulary import require_vocabulary
 from engine.distributed import gather
 from engine.generation import Generator, Request
 from engine.inference import InferenceModel
@@ -67,11 +66,11 @@ def open_job(config: Config) -> Job:
     if data.tokenizer == "bpe" and source.tokenizer is not None:
         data = replace(data, tokenizer=source.tokenizer)
     tokenizer = load_chat_tokenizer(data)
-    require_vocabulary(tokenizer, vocab_size=config.model.vocab_size, weights=True)
     prompts = read_prompts(
         settings,
         tokenizer,
         add_bos=_adds_bos(settings, source),
+        vocab_size=config.model.vocab_size,
         positions=config.model.max_position_embeddings,
     )
     ends = {tokenizer.eos_id} | end_ids(source.weights)
@@ -107,7 +106,8 @@ def requests_of(prompts: Sequence[Prompt], *, num_samples: int) -> list[Request]
 
 def generator_of(model: InferenceModel, job: Job, settings: GenerateConfig) -> Generator:
     tokenizer = load_chat_tokenizer(job.data)
-    return Generator(model, settings, decode=decoder(tokenizer), end_ids=job.end_ids, vocab_size=tokenizer.size)
+    size = max(tokenizer.tokenizer.get_vocab().values()) + 1
+    return Generator(model, settings, decode=decoder(tokenizer), end_ids=job.end_ids, vocab_size=size)
 
 
 def decoder(tokenizer: ChatTokenizer) -> Callable[[Sequence[int]], str]:

@@ -1,5 +1,6 @@
-"""A tokenizer with ids that given weights have no rows for (case E4): evaluation, generation and training refuse it in
-one line, and what that line says would work does."""
+"""A tokenizer with ids that given weights have no rows for (case E4): evaluation and training refuse it in one line, and
+what that line says would work does; generation runs prompts that have none of these ids.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +58,7 @@ def recipes(tmp_path):
                 said[name] = None
             except ValueError as error:
                 said[name] = str(error)
+        assert said.pop("generate") is None
         return said
 
     return ask

@@ -121,7 +121,7 @@ def test_every_prompt_that_cannot_be_is_named_by_its_place(called, folder, tmp_p
     ]
 
 
-def test_a_file_of_text_is_a_prompt_a_line_and_a_tokenizer_larger_than_the_model_is_refused(folder, tmp_path):
+def test_a_file_of_text_is_a_prompt_a_line_and_ids_that_the_model_lacks_are_named(folder, tmp_path):
     (tmp_path / "asked.txt").write_text("\ufeffone\r\n\n  \ntwo, 'three'\n", encoding="utf-8")
     words = ["prompt=zero", f"generate.prompts_file={tmp_path / 'asked.txt'}"]
     assert [prompt.given for prompt in job_of(f"initialize_from={folder}", *words).prompts] == [
@@ -131,9 +131,8 @@ def test_a_file_of_text_is_a_prompt_a_line_and_a_tokenizer_larger_than_the_model
     with pytest.raises(ValueError) as caught:
         job_of(f"initialize_from={small}", "data.tokenizer=byte", "prompt=!", "prompt=a")
     assert str(caught.value) == (
-        "model.vocab_size=61 is smaller than the 257 ids of data.tokenizer=byte, and the weights have no row for "
-        "the last 196 of them; set data.tokenizer to one whose ids are all below 61, such as the one that these "
-        "weights were trained with"
+        "generate.prompts.1: token 97 of data.tokenizer=byte is none of model.vocab_size=61; use the tokenizer of "
+        "these weights"
     )
 
 
