@@ -1,4 +1,4 @@
-"""A tokenizer with ids that given weights have no rows for (case E4): evaluation and training refuse it in one line, and
+"""A tokenizer with ids that given weights have no rows for (case E4): evaluation and training refuse it in a line, and
 what that line says would work does; generation runs prompts that have none of these ids.
 """
 
