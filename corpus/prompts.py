@@ -62,9 +62,13 @@ def _given(settings: GenerateConfig) -> Iterator[tuple[str, object]]:
     if settings.prompts_file is None:
         return
     path = Path(settings.prompts_file).expanduser()
-    if path.suffix == ".txt":
-        yield from _lines(path)
-        return
+    found = list(_lines(path) if path.suffix == ".txt" else _rows(path))
+    if not found:
+        raise ValueError(f"generate.prompts_file={path} holds no prompt")
+    yield from found
+
+
+def _rows(path: Path) -> Iterator[tuple[str, object]]:
     for row in rows(resolve(CorpusSource(path=str(path))), COLUMNS, Tally()):
         if row.problem is not None:
             raise ValueError(f"generate.prompts_file: {row.where()}: {row.problem}")

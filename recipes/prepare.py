@@ -54,9 +54,9 @@ def run(config: Config, plan: ParallelPlan) -> int:
             data, vocab_size=config.model.vocab_size, seed=config.seed, objective=config.objective,
             weights=config.initialize_from is not None, progress=announce,
         )  # fmt: skip
+        announce(table(corpus) if data.format is DataFormat.text else conversation_table(corpus))
         if not wanted:  # Megatron's files know neither batch nor sequence length
             require_batch(corpus.train, global_batch_size=config.train.global_batch_size)
-        announce(table(corpus) if data.format is DataFormat.text else conversation_table(corpus))
         for written in write_corpus(corpus, places):
             announce(written.line())
     except (ValueError, OSError) as error:

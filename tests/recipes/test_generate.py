@@ -121,6 +121,14 @@ def test_every_prompt_that_cannot_be_is_named_by_its_place(called, folder, tmp_p
     ]
 
 
+@pytest.mark.parametrize("name", ["none.txt", "none.jsonl"])
+def test_a_file_without_a_prompt_is_named_beside_other_prompts_too(folder, tmp_path, name):
+    path = tmp_path / name
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match=f"generate.prompts_file={path} holds no prompt"):
+        job_of(f"initialize_from={folder}", "prompt=a", f"generate.prompts_file={path}")
+
+
 def test_a_file_of_text_is_a_prompt_a_line_and_ids_that_the_model_lacks_are_named(folder, tmp_path):
     (tmp_path / "asked.txt").write_text("\ufeffone\r\n\n  \ntwo, 'three'\n", encoding="utf-8")
     words = ["prompt=zero", f"generate.prompts_file={tmp_path / 'asked.txt'}"]
