@@ -255,9 +255,17 @@ class Hosts:
         stdin.close()
         return Host(name, addresses, pid, switch)
 
-    def _wait_for_sshd(self, host: Host) -> None:
+    def mend(self) -> None:
+        """All cables back, and every host reached from every other: what one was told of a lost one lasts seconds."""
+        for host in self._hosts:
+            host.link("up")
+        for host in self._hosts:
+            for other in self._hosts:
+                self._wait_for_sshd(host, seen_from=other)
+
+    def _wait_for_sshd(self, host: Host, *, seen_from: Host | None = None) -> None:
         end = time.monotonic() + 20
         knock = ["bash", "-c", f"exec 3<>/dev/tcp/{host.addresses[0]}/22"]
-        while subprocess.run(host.inside(knock), stderr=subprocess.DEVNULL).returncode != 0:
+        while subprocess.run((seen_from or host).inside(knock), stderr=subprocess.DEVNULL).returncode != 0:
             assert time.monotonic() < end, f"{host.name}: no sshd; see {self.folder}/{host.name}/sshd.log"
             time.sleep(0.05)

@@ -57,7 +57,7 @@ class Training:
 def training(hosts: Hosts, tmp_path: Path) -> Iterator[Training]:
     started = Training(hosts, tmp_path)
     yield started
-    hosts[1].link("up")
+    hosts.mend()
     for process in hosts.processes():
         process.kill()
     started.process.wait()

@@ -31,7 +31,7 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[object]:
         return started[-1]
 
     yield run
-    hosts[1].link("up")
+    hosts.mend()
     for one in started:
         one.end()
 

@@ -110,8 +110,7 @@ def train(four: Hosts, tmp_path: Path) -> Iterator[Callable[..., Training]]:
         return started[-1]
 
     yield start
-    for host in four:
-        host.link("up")
+    four.mend()
     for process in four.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
