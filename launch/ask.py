@@ -5,10 +5,13 @@ Not here: how a host is reached (remote.py), and what it does to answer (on_host
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from conf.hostfile import Slots
@@ -50,8 +53,10 @@ def who_answers(hosts: Slots, ssh: Ssh, *, interface: str | None) -> Asked:
     return Asked(hosts, silent, devices[0] if devices else "cpu")
 
 
-def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[Answer], str, str]:
-    """Every host's answer, and the master's address and port; ConfigError with what each host lacks."""
+def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None, runs: Path) -> tuple[list[Answer], str, str]:
+    """Every host's answer, and the master's address and port; ConfigError with what each host lacks. runs: where the
+    runs are kept, which all must share.
+    """
     names = ssh.addresses(list(hosts))
     given, address = int(os.environ.get("MASTER_PORT", "0")), os.environ.get("MASTER_ADDR")
     orders = {
@@ -61,7 +66,8 @@ def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[An
         }
         for number, host in enumerate(hosts)
     }  # fmt: skip
-    answers = told(ssh, "look", orders)
+    with _token(runs) as token:
+        answers = told(ssh, "look", {host: {**order, "token": str(token)} for host, order in orders.items()})
     refuse_twice({answer.host: answer.values["machine"] for answer in answers})
     first = answers[0]
     if address is not None:
@@ -70,6 +76,21 @@ def ask_hosts(hosts: Slots, ssh: Ssh, *, interface: str | None) -> tuple[list[An
     meeting = {"address": master, "port": port, "seconds": REACH_S}
     told(ssh, "meet", {host: meeting | {"knocks": len(hosts) - 1 if host == first.host else None} for host in hosts})
     return answers, master, str(port)
+
+
+@contextlib.contextmanager
+def _token(runs: Path) -> Iterator[Path]:
+    """A file in the folder of the runs, or where that will be made. ConfigError where none can be written."""
+    folder = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
+    token = folder / f".launch-{secrets.token_hex(8)}"
+    try:
+        token.touch()
+    except OSError as error:
+        raise ConfigError([f"{folder} cannot be written ({error.strerror}); give another run.dir"]) from None
+    try:
+        yield token
+    finally:
+        token.unlink(missing_ok=True)
 
 
 def refuse_twice(machines: Mapping[str, str]) -> None:

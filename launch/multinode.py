@@ -130,8 +130,10 @@ def launch_run(request: Request, options: Options) -> int:
     elif shutil.which("pdsh") is None:
         raise ConfigError(["pdsh is not installed here; install it (apt install pdsh, dnf install pdsh-rcmd-ssh)"])
 
+    runs = Path(config.run.dir).expanduser().absolute()
+
     def start(plan: Planned, words: Sequence[str], number: int, restart: Mapping[str, Any] | None) -> tuple[Job, Ended]:
-        answers, master, port = ask_hosts(plan.hosts, ssh, interface=request.interface)
+        answers, master, port = ask_hosts(plan.hosts, ssh, interface=request.interface, runs=runs)
         attempt = f"{launch}-{number}"
         values = variables(request, answers, attempt, words=words, restart=restart)
         command = show(request, options, plan.hosts, words, ssh, master=master, port=port, launch=attempt)

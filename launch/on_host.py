@@ -32,10 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch.machine import MEMORY, machine
 from parallel.hardware import device_kind
 
+TRIES = 15  # of a shared file, 3 s
+
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
     if not os.path.isdir(order["folder"]):
         return {"problem": f"it has no folder {order['folder']}; the hosts must share the folder that you call from"}
+    if "token" in order and not _sees(order["token"]):
+        where = os.path.dirname(order["token"])
+        return {"problem": f"its {where}, where the runs are kept, is not the launcher's; mount the shared disk there"}
     if not os.access(MEMORY, os.W_OK):
         return {"problem": f"{MEMORY} cannot be written; the start needs a memory file system there"}
     try:
@@ -44,6 +49,15 @@ def look(order: dict[str, Any]) -> dict[str, Any]:
         return found | {"device": device_kind(), "machine": machine()}
     except (OSError, ValueError) as error:
         return {"problem": str(error)}
+
+
+def _sees(token: str) -> bool:
+    """Whether a file that the launcher has just made is here too, where a network's disk may take a moment."""
+    for _ in range(TRIES):
+        if os.path.exists(token):
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def _way(peers: list[str], wanted: str | None) -> tuple[str, str | None]:

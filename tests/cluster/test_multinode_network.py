@@ -132,3 +132,17 @@ def test_one_host_under_two_names_is_refused(hosts, tmp_path):
     (tmp_path / "twice").write_text("w0 slots=1\n10.77.0.1 slots=1\n")
     code, output = finish(hosts[0], [MULTINODE, "twice", SHOWS, "parallel=tp1"], tmp_path, environ(hosts))
     assert code == 2 and "host 10.77.0.1: it is w0 under another name; give all its slots in one line" in output
+
+
+def test_a_folder_of_runs_that_a_host_does_not_share_is_told_before_anything_starts(two_networks, tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    two_networks[1].lose(runs)
+    try:
+        command = [MULTINODE, str(two_networks.hostfile(tmp_path / "hosts")), SHOWS, PLAN]
+        code, output = finish(two_networks[0], command, tmp_path, environ(two_networks), timeout=60)
+    finally:
+        two_networks[1].run(["umount", str(runs)])
+    line = f"host w1: its {runs}, where the runs are kept, is not the launcher's; mount the shared disk there"
+    assert code == 2 and line in output
+    assert list(runs.iterdir()) == [] and not list(tmp_path.glob("rank-*"))
