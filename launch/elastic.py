@@ -83,6 +83,8 @@ def run(argv: list[str]) -> int:
 
     asked = parse_args(argv)
     try:
+        argv = elastic_request.with_recipe(argv, asked)
+        asked = parse_args(argv)
         elastic_request.check(asked)
     except ConfigError as error:
         print("\n".join(f"launch/elastic.py: {line}" for line in error.problems), file=sys.stderr)

@@ -10,16 +10,27 @@ import os
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from conf.cli import parse_flags, without_launcher_arguments
 from conf.load import ConfigError
 from conf.ranks import FORWARD_ONLY, TRAINING, require_plan
 from launch.remote import ROOT
-from launch.request import composed
+from launch.request import composed, find_recipe
 from parallel.hardware import device_kind
 
 CHECKED = (*TRAINING, *FORWARD_ONLY, "probe.py")  # those that run on the ranks of several hosts
+
+
+def with_recipe(argv: Sequence[str], asked: Namespace) -> list[str]:
+    """argv with a recipe that is not in the folder of the call as this repository's. asked: as torchrun's parse_args
+    gives argv. Raises ConfigError where there is none.
+    """
+    at = len(argv) - len(asked.training_script_args) - 1
+    if asked.module or asked.no_python or Path(asked.training_script).is_file():
+        return list(argv)
+    return [*argv[:at], str(find_recipe(asked.training_script)), *argv[at + 1 :]]
 
 
 def check(asked: Namespace) -> None:
@@ -27,8 +38,6 @@ def check(asked: Namespace) -> None:
     size, recipe = world_size(asked), Path(asked.training_script)
     if asked.module or asked.no_python:
         return
-    if not recipe.is_file():
-        raise ConfigError([f"there is no recipe {asked.training_script}; see recipes/"])
     if recipe.name not in CHECKED or recipe.resolve().parent != ROOT / "recipes":
         return
     words = without_launcher_arguments(asked.training_script_args)

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from conf import hostfile
 from conf.load import ConfigError
 from conf.schema import Config
-from launch.slurm_names import expand_counts, required
+from launch.slurm_names import expand_counts, number, required
+
+AGREE = "in a job they agree; submit it anew, and set none of them yourself"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Layout:
 
 def layout(environ: Mapping[str, str], hosts: Sequence[str], config: Config) -> Layout:
     """Of the job that `environ` describes. Raises ConfigError."""
+    _check_hosts(environ, hosts)
     tasks, gpus = _tasks(environ, hosts), _gpus(environ)
     needed = config.parallel.tp * config.parallel.pp
     task_per_rank = max(tasks) > 1
@@ -67,7 +70,29 @@ def _tasks(environ: Mapping[str, str], hosts: Sequence[str]) -> list[int]:
             f"SLURM_TASKS_PER_NODE={text} speaks of {len(counts)} hosts, SLURM_JOB_NODELIST of {len(hosts)} "
             f"({', '.join(hosts)}); submit it with sbatch -N HOSTS --ntasks-per-node=TASKS"
         ])  # fmt: skip
+    _check_tasks(environ, counts)
     return counts
+
+
+def _check_hosts(environ: Mapping[str, str], hosts: Sequence[str]) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES"):
+        if name in environ and number(environ, name) != len(hosts):
+            raise ConfigError([
+                f"{name}={environ[name]} but SLURM_JOB_NODELIST={environ.get('SLURM_JOB_NODELIST')} names {len(hosts)} "
+                f"({', '.join(hosts)}); {AGREE}"
+            ])  # fmt: skip
+
+
+def _check_tasks(environ: Mapping[str, str], counts: Sequence[int]) -> None:
+    """Slurm's other numbers of tasks. Beside --ntasks, --ntasks-per-node is the most that a host gets."""
+    said = f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}"
+    for name in ("SLURM_NTASKS", "SLURM_NPROCS"):
+        if name in environ and number(environ, name) != sum(counts):
+            raise ConfigError([f"{name}={environ[name]} but {said}, {sum(counts)} in all; {AGREE}"])
+    if "SLURM_NTASKS_PER_NODE" in environ:
+        most = number(environ, "SLURM_NTASKS_PER_NODE")
+        if max(counts) > most or ("SLURM_NTASKS" not in environ and min(counts) < most):
+            raise ConfigError([f"SLURM_NTASKS_PER_NODE={most} but {said}; {AGREE}"])
 
 
 def _gpus(environ: Mapping[str, str]) -> int:

@@ -41,7 +41,7 @@ def names(text: str) -> list[str]:
     if shutil.which("scontrol") is None:
         return expand_hosts(text)
     done = subprocess.run(["scontrol", "show", "hostnames", text], capture_output=True, text=True)
-    if done.returncode != 0:
+    if done.returncode != 0 or not done.stdout.split():
         *_, why = done.stderr.strip().split("\n")  # before it: what it tried
         raise ConfigError([f"scontrol does not read the hosts {text!r}: {why}"])
     return done.stdout.split()
@@ -69,8 +69,10 @@ def _expand_one(entry: str) -> Iterator[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    """`001-003` -> 001, 002, 003: as many digits as the first has."""
+    """`001-003` -> 001, 002, 003: as many digits as the first has. Raises ConfigError."""
     low, _, high = text.partition("-")
+    if int(high or low) < int(low):
+        raise ConfigError([f"[{text}] is a range of no hosts; write it as Slurm does, the lower first: [{high}-{low}]"])
     return [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
 
 

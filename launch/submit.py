@@ -21,10 +21,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -34,13 +35,14 @@ if __name__ == "__main__":
     interrupts.while_imports_run()
 
 from conf.cli import parse_flags
-from conf.load import ConfigError
+from conf.load import OF_RECIPES, ConfigError, to_plain
 from conf.ranks import require_plan
 from conf.schema import Config
 from launch.remote import ROOT
 from launch.request import composed, find_recipe, split
 from launch.slurm_layout import layout
 from launch.sweep_jobs import SweepJob, jobs_of
+from telemetry.redact import HIDDEN, redacted
 from telemetry.run_folder import run_folder_path
 
 USAGE = (
@@ -48,6 +50,7 @@ USAGE = (
     "RECIPE OVERRIDES..."
 )
 MOST = 100_000  # hosts, tasks or GPUs
+ASIDE = ("run", "resume", "telemetry.wandb.name", *OF_RECIPES)  # what may differ between two starts of one job
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -156,22 +159,56 @@ class Sweep:
 
 
 def sweep_of(submission: Submission, sweep: str) -> Sweep:
-    """Raises ConfigError with every job's problems, and where this folder has another sweep of that name."""
+    """Raises ConfigError with every job's problems, and where this folder or a complete run is another sweep's."""
     flags = parse_flags(submission.words)
     jobs, problems, complete = jobs_of(flags.overrides, sweep, config_dir=flags.config_dir), [], []
+    path, others = Path.cwd() / f"slurm-{sweep}.json", []
     for job in jobs:
         try:
             config = checked(submission, job.overrides, config_dir=flags.config_dir)
-            if (run_folder_path(config.run, job.run_id) / "complete.json").exists():
+            folder = run_folder_path(config.run, job.run_id)
+            if (folder / "complete.json").exists():
                 complete.append(job.number)
+                if not path.exists():  # which tells more exactly
+                    others += [f"job {job.number}: {line}; choose another --id" for line in _other_run(folder, config)]
         except ConfigError as error:
             problems += [f"job {job.number} ({' '.join(job.swept)}): {line}" for line in error.problems]
     if problems:
         raise ConfigError(problems)
-    found = Sweep(Path.cwd() / f"slurm-{sweep}.json", tuple(jobs), tuple(complete))
+    if others:
+        raise ConfigError(others[:1] if len(others) == 1 else [f"{others[0]} ({len(others)} such jobs)"])
+    found = Sweep(path, tuple(jobs), tuple(complete))
     if found.path.exists() and json.loads(found.path.read_text()) != found.overrides:
         raise ConfigError([f"{found.path} holds another sweep; give this one another --id"])
     return found
+
+
+def _other_run(folder: Path, config: Config) -> Iterator[str]:
+    """A line where the finished run of a folder had another configuration than this. Raises ConfigError."""
+    try:
+        was = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            [f"{folder} is of a finished run, but its config.json: {error}; choose another --id"]
+        ) from None
+    found = list(_differing(was, redacted(to_plain(config)), ""))
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        yield f"the finished run {folder} is another: {', '.join(found[:3])}{more}"
+
+
+def _differing(was: Any, now: Any, key: str) -> Iterator[str]:
+    """`train.lr was 0.1 and is 0.2` of each knob that both versions of the code have; secrets are not compared."""
+    if key in ASIDE:
+        return
+    if isinstance(was, dict) and isinstance(now, dict):
+        for name in (name for name in was if name in now):
+            yield from _differing(was[name], now[name], f"{key}.{name}".lstrip("."))
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        for index, (one, other) in enumerate(zip(was, now, strict=True)):
+            yield from _differing(one, other, f"{key}.{index}")
+    elif was != now and HIDDEN not in f"{was} {now}":
+        yield f"{key} was {was} and is {now}"
 
 
 def command_of(submission: Submission, sweep: Sweep | None) -> list[str]:

@@ -159,6 +159,20 @@ def test_a_dry_run_prints_what_each_rank_would_run_and_starts_none(tmp_path):
     assert "PET_NNODES=2" in torchrun and shlex.split(torchrun)[-len(words) :] == words
 
 
+@pytest.mark.parametrize("words", [[], ["train.lr=1e-3", "--", "recipes/pretrain.py"]])
+def test_a_recipe_is_found_in_the_repository_from_another_folder(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--nnodes", "2", "--nproc-per-node", "2", "recipes/pretrain.py", *words]
+    found = elastic_request.with_recipe(argv, parse_args(argv))
+    assert found == [*argv[:4], str(ROOT / "recipes" / "pretrain.py"), *words]
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "pretrain.py").touch()
+    assert elastic_request.with_recipe(argv, parse_args(argv)) == argv
+    argv[4] = "recipes/nothing.py"
+    with pytest.raises(ConfigError, match=r"^there is no recipe recipes/nothing.py; see recipes/"):
+        elastic_request.with_recipe(argv, parse_args(argv))
+
+
 def test_the_command_is_printed_before_the_ranks_run(rank):
     code, output = call(rank, "0")
     lines = output.splitlines()

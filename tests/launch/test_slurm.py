@@ -39,6 +39,9 @@ def test_scontrol_is_asked_where_there_is_one(monkeypatch, tmp_path):
     fake_scontrol(tmp_path, "echo Invalid >&2; exit 1")
     with pytest.raises(ConfigError, match=r"scontrol does not read the hosts 'x\[': Invalid"):
         names("x[")
+    fake_scontrol(tmp_path, "echo Invalid >&2")
+    with pytest.raises(ConfigError, match=r"scontrol does not read the hosts 'x\[2-1\]': Invalid"):
+        names("x[2-1]")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +57,7 @@ def test_ranges_give_every_combination(text, hosts):
     assert expand_hosts(text) == hosts
 
 
-@pytest.mark.parametrize("text", ["", "a,", "a,,b", "a[1-2", "a[x]", "a]1["])
+@pytest.mark.parametrize("text", ["", "a,", "a,,b", "a[1-2", "a[x]", "a]1[", "w[3-1]", "w[1,10-09]"])
 def test_what_is_no_list_of_hosts_is_refused(text):
     with pytest.raises(ConfigError):
         expand_hosts(text)
@@ -89,6 +92,8 @@ def test_several_tasks_a_host_are_ranks():
     found = of("tp2", SLURM_NTASKS="6", SLURM_TASKS_PER_NODE="4,2")
     assert (found.ranks, found.task_per_rank, found.tasks) == ((4, 2), True, 6)
     assert of("tp2", SLURM_NTASKS_PER_NODE="8", SLURM_TASKS_PER_NODE="8(x2)", SLURM_GPUS_ON_NODE="8").tasks == 16
+    alike = {"SLURM_NNODES": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "5", "SLURM_NPROCS": "5"}
+    assert of("tp1", **alike, SLURM_NTASKS_PER_NODE="3", SLURM_TASKS_PER_NODE="3,2").ranks == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,30 @@ def test_several_tasks_a_host_are_ranks():
         ),
         ("tp2", {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}, "speaks of 4 hosts, SLURM_JOB_NODELIST of 2"),
         ("tp2", {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}, "does not divide the 3 slots of the hosts"),
+        (
+            "tp1", {"SLURM_NTASKS": "5", "SLURM_TASKS_PER_NODE": "3(x2)"},
+            "SLURM_NTASKS=5 but SLURM_TASKS_PER_NODE=3(x2), 6 in all; ",
+        ),
+        (
+            "tp1", {"SLURM_NTASKS": "6", "SLURM_NPROCS": "2", "SLURM_TASKS_PER_NODE": "3(x2)"},
+            "SLURM_NPROCS=2 but SLURM_TASKS_PER_NODE=3(x2), 6 in all; ",
+        ),
+        (
+            "tp1", {"SLURM_NTASKS_PER_NODE": "4", "SLURM_TASKS_PER_NODE": "3(x2)"},
+            "SLURM_NTASKS_PER_NODE=4 but SLURM_TASKS_PER_NODE=3(x2); ",
+        ),
+        (
+            "tp1", {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "3,1"},
+            "SLURM_NTASKS_PER_NODE=2 but SLURM_TASKS_PER_NODE=3,1; ",
+        ),
+        (
+            "tp1", {"SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "w[0-1]"},
+            "SLURM_NNODES=3 but SLURM_JOB_NODELIST=w[0-1] names 2 (w0, w1); ",
+        ),
+        (
+            "tp1", {"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "w[0-1]"},
+            "SLURM_JOB_NUM_NODES=1 but SLURM_JOB_NODELIST=w[0-1] names 2 (w0, w1); ",
+        ),
     ],
 )  # fmt: skip
 def test_what_would_start_other_ranks_than_meant_is_refused_in_a_line(plan, environ, line):

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from conf.cli import compose_config
+from conf.load import to_plain
 from launch import submit
+from telemetry.run_folder import write_json
 
 RECIPE = "recipes/pretrain.py"
 
@@ -126,7 +129,6 @@ def test_what_cannot_be_ends_with_code_2_before_anything_is_submitted(call, argu
     ],
 )
 def test_the_ranks_asked_for_are_read_from_sbatchs_options(options, ranks):
-    from conf.cli import compose_config
     from launch.slurm_layout import layout
 
     hosts, environ = submit.asked(options)
@@ -147,10 +149,13 @@ SWEEP = ["--id", "s", "-m", RECIPE, "train.lr=1e-4,2e-4,3e-4,4e-4,5e-4,6e-4"]
 
 
 def complete(*numbers: int) -> None:
+    """Runs of SWEEP as another start, by local.sh or in another folder of code, leaves them."""
     for number in numbers:
         folder = Path("runs") / "s" / f"s-{number:02d}"
         folder.mkdir(parents=True)
         (folder / "complete.json").write_text("{}")
+        config = to_plain(compose_config([f"train.lr={number + 1}e-4", "run.experiment=s", "run.dir=/else/where"]))
+        write_json(folder / "config.json", config | {"of_another_version": 1})
 
 
 def test_a_sweep_submitted_again_leaves_out_the_runs_that_are_complete(call):
@@ -172,6 +177,40 @@ def test_a_sweep_whose_runs_are_all_complete_submits_nothing(call):
     code, out, _ = call(*SWEEP)
     assert code == 0 and words() == []
     assert out.splitlines()[-1] == "all 6 jobs of s are finished; nothing is submitted"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["train.lr=1e-4,5e-4,6e-4"],
+            "job 1: the finished run {folder} is another: train.lr was 0.0002 and is 0.0005; choose another --id (2",
+        ),
+        (
+            ["train.lr=2e-4,2e-4", "checkpoint.interval=7"],
+            "job 0: the finished run {folder} is another: train.lr was 0.0001 and is 0.0002, checkpoint.interval was ",
+        ),
+        (
+            ["train.lr=1e-4,2e-4", "data.sources=[{path: a},{path: b}]"],
+            "job 0: the finished run {folder} is another: data.sources was ",
+        ),
+    ],
+)
+def test_finished_runs_of_another_sweep_of_that_name_are_not_taken_for_this_ones(call, words, line):
+    """Without slurm-s.json: it is gone, or they are launch/sweep.py's."""
+    complete(0, 1, 2)
+    number = line.partition(":")[0][-1]
+    code, out, err = call("--id", "s", "-m", RECIPE, *words)
+    folder = Path("runs").absolute() / "s" / f"s-0{number}"
+    assert (code, out) == (2, "") and err.startswith(f"launch/submit.py: {line.format(folder=folder)}"), err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_finished_run_whose_configuration_is_gone_is_a_line(call):
+    complete(0)
+    (Path("runs") / "s" / "s-00" / "config.json").unlink()
+    code, _, err = call(*SWEEP)
+    assert code == 2 and len(err.splitlines()) == 1 and "is of a finished run, but its config.json: [Errno 2]" in err
 
 
 @pytest.mark.parametrize(
