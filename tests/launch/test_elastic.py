@@ -29,7 +29,7 @@ pytestmark = pytest.mark.alone
 ELASTIC = [sys.executable, str(ROOT / "launch" / "elastic.py"), "--nproc-per-node", "2"]
 RANK = """
 import os, signal, sys, time
-print("shared", os.environ.get("TORCHELASTIC_USE_AGENT_STORE"), flush=True)
+os.write(1, f"shared {os.environ.get('TORCHELASTIC_USE_AGENT_STORE')}\\n".encode())  # two ranks, one line each
 if sys.argv[1] == "waits":
     signal.signal(signal.SIGTERM, lambda n, frame: (open("saved-" + os.environ["RANK"], "w"), os._exit(75)))
     open("waits-" + os.environ["RANK"], "w").close()
